@@ -1,0 +1,158 @@
+"""The kinds of stages: what each reads, writes and is parameterised by.
+
+A kind is *column* work (every thread owns columns of the hidden axis), *mix* work (a few numbers per token,
+one warp's worth) or *opaque* (a branch: nothing is known of its inside).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mhcgen.ir import Dim
+
+#: Shapes of slots; T, n, H, R, L, G are the symbols of `mhcgen.ir`.
+STREAMS: tuple[Dim, ...] = ("T", "n", "H")
+COLUMNS: tuple[Dim, ...] = ("T", "H")
+MIXES: tuple[Dim, ...] = ("T", "R")
+GATE: tuple[Dim, ...] = ("T", "n")
+MATRIX: tuple[Dim, ...] = ("T", "n", "n")
+
+
+@dataclass(frozen=True)
+class StageKind:
+    """Signature of a kind of stage.
+
+    Args:
+        name: key in `KINDS`.
+        work: `column`, `mix` or `opaque`.
+        operands: (slot, shape) pairs; a slot ending in `?` may be absent.
+        results: (slot, shape) pairs likewise.
+        attrs: names of the attributes it must have.
+        meaning: the formula, for `mhcgen explain`.
+    """
+
+    name: str
+    work: str
+    operands: tuple[tuple[str, tuple[Dim, ...]], ...]
+    results: tuple[tuple[str, tuple[Dim, ...]], ...]
+    attrs: tuple[str, ...]
+    meaning: str
+
+
+KINDS: dict[str, StageKind] = {
+    kind.name: kind
+    for kind in (
+        StageKind(
+            "expand",
+            "column",
+            (("e", COLUMNS),),
+            (("x", STREAMS),),
+            (),
+            "x[t,c,:] = e[t,:]",
+        ),
+        StageKind(
+            "project",
+            "column",
+            (("x", STREAMS), ("fn", ("R", "K"))),
+            (("mixes", MIXES),),
+            ("method",),
+            "mixes[t,r] = sum_{c,h} fn[r, c*H+h] x[t,c,h]",
+        ),
+        StageKind(
+            "rowsq",
+            "column",
+            (("x", STREAMS), ("mixes", MIXES)),
+            (("mixes_scaled", MIXES),),
+            ("acc", "eps"),
+            "mixes_scaled[t,:] = mixes[t,:] / sqrt(mean(x[t]^2) + eps)",
+        ),
+        StageKind(
+            "gates",
+            "mix",
+            (("mixes_scaled", MIXES), ("scale", (3,)), ("base", ("R",))),
+            (("pre", GATE), ("post", GATE), ("logits", ("T", "L"))),
+            ("post_mult", "pre_eps"),
+            "l = mixes_scaled * scale_g + base; pre = sigmoid(l_pre) + pre_eps; post = post_mult sigmoid(l_post)",
+        ),
+        StageKind(
+            "head_gates",
+            "mix",
+            (("mixes_scaled", ("T", "n")), ("scale", (1,)), ("base", ("n",))),
+            (("pre", GATE),),
+            ("pre_eps",),
+            "pre = sigmoid(mixes_scaled * scale + base) + pre_eps",
+        ),
+        StageKind(
+            "sinkhorn",
+            "mix",
+            (("logits", ("T", "L")),),
+            (("comb", MATRIX), ("iterations?", ("T",))),
+            ("comb", "early_stop", "eps", "iters"),
+            "comb[t,j,k] = C after `iters` rounds of row and column normalisation of softmax(logits)",
+        ),
+        StageKind(
+            "collapse",
+            "column",
+            (("x", STREAMS), ("pre", GATE)),
+            (("y", COLUMNS),),
+            (),
+            "y[t,h] = sum_c pre[t,c] x[t,c,h]",
+        ),
+        StageKind(
+            "norm",
+            "column",
+            (("y", COLUMNS), ("weight?", ("H",))),
+            (("z", COLUMNS),),
+            ("acc", "eps"),
+            "z[t,h] = y[t,h] / sqrt(mean(y[t]^2) + eps) * weight[h]",
+        ),
+        StageKind(
+            "quant",
+            "column",
+            (("z", COLUMNS),),
+            (("q", COLUMNS), ("q_scale", ("T", "G"))),
+            ("group", "pow2", "scheme"),
+            "q_scale = amax(group) / qmax; q = round(z / q_scale)",
+        ),
+        StageKind(
+            "branch",
+            "opaque",
+            (("z", COLUMNS),),
+            (("f", COLUMNS),),
+            (),
+            "f = branch(z): attention or FFN, opaque",
+        ),
+        StageKind(
+            "engram",
+            "opaque",
+            (("x", STREAMS),),
+            (("x_out", STREAMS),),
+            (),
+            "adds into the streams between post and the next pre, opaque",
+        ),
+        StageKind(
+            "tap",
+            "opaque",
+            (("x", STREAMS),),
+            (("aux", COLUMNS),),
+            (),
+            "an auxiliary reader of the streams between post and the next pre, opaque",
+        ),
+        StageKind(
+            "post",
+            "column",
+            (("x", STREAMS), ("f", COLUMNS), ("post", GATE), ("comb", MATRIX)),
+            (("x_next", STREAMS),),
+            (),
+            "x_next[t,k,h] = post[t,k] f[t,h] + sum_j comb[t,j,k] x[t,j,h]",
+        ),
+        StageKind(
+            "mean",
+            "column",
+            (("x", STREAMS),),
+            (("y", COLUMNS),),
+            (),
+            "y[t,h] = (sum_c x[t,c,h]) / n",
+        ),
+    )
+}

@@ -1,0 +1,168 @@
+"""Rules a Program must keep, one function each; all violations are reported together.
+
+Rules about schedules live with the Plan (`mhcgen.plan.verify_plan`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from mhcgen.errors import ProgramError
+from mhcgen.ir import DTYPES, ROLES, Program
+from mhcgen.stages import KINDS
+
+Rule = Callable[[Program], Iterator[str]]
+
+
+def names_are_unique(program: Program) -> Iterator[str]:
+    """Stage names and tensor names are each unique."""
+    for what, names in (
+        ("stage", [s.name for s in program.stages]),
+        ("tensor", [t.name for t in program.tensors]),
+    ):
+        for name in sorted({n for n in names if names.count(n) > 1}):
+            yield f"{what} {name} is defined twice"
+
+
+def every_stage_matches_its_kind(program: Program) -> Iterator[str]:
+    """Kind, slots and attributes of each stage are those of its signature."""
+    for stage in program.stages:
+        kind = KINDS.get(stage.kind)
+        if kind is None:
+            yield f"stage {stage.name} has unknown kind {stage.kind}"
+            continue
+        for what, have, signature in (
+            ("operand", stage.operands, kind.operands),
+            ("result", stage.results, kind.results),
+        ):
+            needed = {slot for slot, _ in signature if not slot.endswith("?")}
+            allowed = {slot.rstrip("?") for slot, _ in signature}
+            slots = {slot for slot, _ in have}
+            for slot in sorted(needed - slots):
+                yield f"stage {stage.name} ({stage.kind}) lacks {what} {slot}"
+            for slot in sorted(slots - allowed):
+                yield f"stage {stage.name} ({stage.kind}) has unknown {what} {slot}"
+        have_attrs = {key for key, _ in stage.attrs}
+        for key in sorted(set(kind.attrs) - have_attrs):
+            yield f"stage {stage.name} ({stage.kind}) lacks attribute {key}"
+        for key in sorted(have_attrs - set(kind.attrs)):
+            yield f"stage {stage.name} ({stage.kind}) has unknown attribute {key}"
+
+
+def every_operand_is_declared(program: Program) -> Iterator[str]:
+    """Each tensor a stage mentions exists."""
+    known = {tensor.name for tensor in program.tensors}
+    for stage in program.stages:
+        for name in (*stage.reads, *stage.writes):
+            if name not in known:
+                yield f"stage {stage.name} mentions undeclared tensor {name}"
+
+
+def every_tensor_has_one_writer(program: Program) -> Iterator[str]:
+    """Inputs and parameters have no writer; values and results have exactly one."""
+    writers: dict[str, list[str]] = {}
+    for stage in program.stages:
+        for name in stage.writes:
+            writers.setdefault(name, []).append(stage.name)
+    for tensor in program.tensors:
+        by = writers.get(tensor.name, [])
+        if tensor.role in ("input", "parameter") and by:
+            yield f"{tensor.role} {tensor.name} is written by {', '.join(by)}"
+        if tensor.role in ("value", "result") and len(by) != 1:
+            yield f"{tensor.role} {tensor.name} has {len(by)} writers ({', '.join(by) or 'none'})"
+
+
+def every_value_is_used(program: Program) -> Iterator[str]:
+    """An intermediate value has a reader, an input or parameter too."""
+    for tensor in program.tensors:
+        if tensor.role != "result" and tensor.name not in program.readers:
+            yield f"{tensor.role} {tensor.name} is never read"
+
+
+def shapes_agree_with_the_kinds(program: Program) -> Iterator[str]:
+    """Each slot's tensor has the shape of the kind's signature, symbol by symbol or by size."""
+    by_name = {tensor.name: tensor for tensor in program.tensors}
+    for stage in program.stages:
+        kind = KINDS.get(stage.kind)
+        if kind is None:
+            continue
+        shapes = {slot.rstrip("?"): shape for slot, shape in (*kind.operands, *kind.results)}
+        for slot, name in (*stage.operands, *stage.results):
+            tensor, want = by_name.get(name), shapes.get(slot)
+            if tensor is None or want is None:
+                continue
+            have_sizes = tuple("T" if d == "T" else _size(program, d) for d in tensor.shape)
+            want_sizes = tuple("T" if d == "T" else _size(program, d) for d in want)
+            if have_sizes != want_sizes:
+                yield (
+                    f"stage {stage.name}: {slot} is {name} of shape {have_sizes}, "
+                    f"and kind {stage.kind} wants {want_sizes}"
+                )
+
+
+def _size(program: Program, dim: int | str) -> int | str:
+    sizes = dict(program.dims)
+    return dim if isinstance(dim, int) else sizes.get(dim, f"?{dim}")
+
+
+def dtypes_and_roles_are_known(program: Program) -> Iterator[str]:
+    """dtype and role of each tensor are of the lists in `mhcgen.ir`."""
+    for tensor in program.tensors:
+        if tensor.dtype not in DTYPES:
+            yield f"tensor {tensor.name} has unknown dtype {tensor.dtype}"
+        if tensor.role not in ROLES:
+            yield f"tensor {tensor.name} has unknown role {tensor.role}"
+
+
+def stages_are_in_a_topological_order(program: Program) -> Iterator[str]:
+    """A stage reads only what is given or was written before it (so there is no cycle)."""
+    written: set[str] = set()
+    produced = set(program.writers)
+    for stage in program.stages:
+        for name in stage.reads:
+            if name in produced and name not in written:
+                yield f"stage {stage.name} reads {name} before {program.writers[name]} writes it"
+        written.update(stage.writes)
+
+
+def a_program_has_results(program: Program) -> Iterator[str]:
+    """There is at least one stage and one result."""
+    if not program.stages:
+        yield "the Program has no stage"
+    if not program.of_role("result"):
+        yield "the Program has no result"
+
+
+RULES: tuple[Rule, ...] = (
+    names_are_unique,
+    every_stage_matches_its_kind,
+    every_operand_is_declared,
+    every_tensor_has_one_writer,
+    every_value_is_used,
+    shapes_agree_with_the_kinds,
+    dtypes_and_roles_are_known,
+    stages_are_in_a_topological_order,
+    a_program_has_results,
+)
+
+
+def violations(program: Program) -> list[str]:
+    """All violations of all rules, each `rule: sentence`."""
+    return [f"{rule.__name__}: {text}" for rule in RULES for text in rule(program)]
+
+
+def verify(program: Program) -> None:
+    """Check every rule.
+
+    Raises:
+        ProgramError: `V-PROGRAM`, its notes list every violation.
+    """
+    found = violations(program)
+    if found:
+        raise ProgramError(
+            "V-PROGRAM",
+            f"the Program breaks {len(found)} rule(s)",
+            where=f"model {program.model}, scope {program.scope}",
+            notes=tuple(found),
+            hints=("each note names the rule, the stage and the tensor",),
+        )
