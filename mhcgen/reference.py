@@ -233,8 +233,8 @@ def post(x: Array, f: Array, post: Array, comb: Array) -> Array:
 
 def mean(x: Array) -> Array:
     """y [T, H]: unweighted mean of the streams (the exit of GLM-5.3-Flash)."""
-    total: Array = np.sum(x, axis=1)
-    return total / x.shape[1]
+    y: Array = np.mean(x, axis=1)
+    return y
 
 
 # --- a Program ----------------------------------------------------------------------------------------------

@@ -1,0 +1,449 @@
+"""Inputs for a Program: reproducible numbers, inputs chosen to tell right from wrong, and poison.
+
+The numbers come from a counter-based generator written out here (SplitMix64 on the element index), so they
+are the same for every version of numpy, in any order and on any machine. The discriminating inputs each
+separate one known mistake of hyper-connection kernels from the right answer by far more than rounding does;
+random inputs separate few of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from mhcgen.ir import Program, Stage
+
+AnyArray = npt.NDArray[np.generic]
+Inputs = dict[str, AnyArray]
+Float64 = npt.NDArray[np.float64]
+
+_NUMPY: dict[str, np.dtype[np.generic]] = {
+    "fp32": np.dtype(np.float32),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "fp16": np.dtype(np.float16),
+    "int8": np.dtype(np.int8),
+    "fp8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "int32": np.dtype(np.int32),
+}
+_CHUNK = 1 << 20
+
+
+def numpy_dtype(name: str) -> np.dtype[np.generic]:
+    """The numpy dtype that carries a Program's dtype (bf16, fp8 by ml_dtypes); KeyError if unknown."""
+    return _NUMPY[name]
+
+
+# --- the generator ----------------------------------------------------------------------------------------
+
+
+def splitmix64(key: int, start: int, count: int) -> npt.NDArray[np.uint64]:
+    """Outputs number `start` to `start + count - 1` of SplitMix64 seeded with `key` (mod 2^64).
+
+    Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014: the i-th output
+    is the mix function of key + (i + 1) * golden gamma, so any element is computed from its index alone.
+    """
+    with np.errstate(over="ignore"):
+        index = np.arange(start + 1, start + count + 1, dtype=np.uint64)
+        z = np.uint64(key % 2**64) + index * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return np.asarray(z ^ (z >> np.uint64(31)), dtype=np.uint64)
+
+
+def key_of(name: str, seed: int) -> int:
+    """Generator key of a tensor: FNV-1a of its name, mixed with the seed."""
+    digest = 0xCBF29CE484222325
+    for byte in name.encode():
+        digest = (digest ^ byte) * 0x100000001B3 % 2**64
+    return int(splitmix64(digest, seed % 2**32, 1)[0])
+
+
+def uniform(
+    name: str, seed: int, shape: tuple[int, ...], dtype: str = "fp32", factor: float = 1.0
+) -> AnyArray:
+    """Numbers in [-1, 1) times `factor`, mean 0, C-contiguous.
+
+    An odd multiple of 2^-24 is drawn from the top 24 bits of each output, so the set of values is symmetric
+    about 0 and exact in fp32; narrower dtypes round it to nearest even, and what would round to +1 becomes
+    the largest number below 1.
+
+    Args:
+        name: names the stream of numbers, usually the tensor's name.
+        seed: any integer; taken mod 2^32.
+        shape: concrete shape.
+        dtype: a Program's float dtype.
+        factor: multiplied in fp32, before rounding to dtype.
+    """
+    size = int(np.prod(shape, dtype=np.int64))
+    out = np.empty(size, dtype=_NUMPY[dtype])
+    bits = {"bf16": 8, "fp16": 11}.get(dtype, 24)
+    below_one = np.float32(1.0 - 2.0**-bits)
+    key = key_of(name, seed)
+    for start in range(0, size, _CHUNK):
+        count = min(_CHUNK, size - start)
+        top = (splitmix64(key, start, count) >> np.uint64(40)).astype(np.int64)
+        unit = ((2 * top + 1 - 2**24) * 2.0**-24).astype(np.float32)
+        out[start : start + count] = (np.minimum(unit, below_one) * np.float32(factor)).astype(out.dtype)
+    return out.reshape(shape)
+
+
+def make_inputs(program: Program, tokens: int, seed: int = 0, kind: str = "uniform") -> Inputs:
+    """An array for every input and parameter of a Program, in its dtype and shape, C-contiguous.
+
+    Args:
+        program: an unfused Program.
+        tokens: T >= 0.
+        seed: another seed gives other numbers; equal arguments give equal bytes, always.
+        kind: `uniform`: each tensor uniform in [-1, 1), the projection weights fn by 3/sqrt(K) so that
+        mixes are
+            of order 1.
+
+    Raises:
+        ValueError: unknown kind or negative tokens.
+    """
+    if kind != "uniform":
+        raise ValueError(f"kind must be uniform, got {kind!r}")
+    if tokens < 0:
+        raise ValueError(f"tokens must be >= 0, got {tokens}")
+    weights = {stage.operand("fn") for stage in program.stages_of_kind("project")}
+    found: Inputs = {}
+    for tensor in program.of_role("input", "parameter"):
+        shape = program.shape(tensor.name, tokens)
+        factor = 3.0 / shape[-1] ** 0.5 if tensor.name in weights else 1.0
+        found[tensor.name] = uniform(tensor.name, seed, shape, tensor.dtype, factor)
+    return found
+
+
+# --- discriminating inputs --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Site:
+    """One site's gates and what feeds them; `mixes` is None where a projection of the Program makes them."""
+
+    rowsq: Stage
+    gates: Stage
+    mixes: str | None
+
+
+class _Aim:
+    """Inputs under construction, in float64, and the wiring needed to give inner values a wanted value."""
+
+    def __init__(self, program: Program, tokens: int) -> None:
+        self.program, self.tokens = program, tokens
+        self.n = program.dim("n")
+        self.values: dict[str, Float64] = {
+            name: array.astype(np.float64) for name, array in make_inputs(program, tokens, seed=1).items()
+        }
+        self.sites: list[_Site] = []
+        for gates in program.stages_of_kind("gates"):
+            rowsq = program.stage(program.writers[gates.operand("mixes_scaled")])
+            mixes = rowsq.operand("mixes")
+            self.sites.append(_Site(rowsq, gates, mixes if mixes in self.values else None))
+
+    def random(self, name: str, *shape: int) -> Float64:
+        """Uniform [-1, 1) float64 numbers of a stream of their own."""
+        return uniform(f"discriminating {name}", 1, shape).astype(np.float64)
+
+    def signs(self, name: str, *shape: int) -> Float64:
+        """+1 or -1."""
+        return np.where(self.random(name, *shape) < 0, -1.0, 1.0)
+
+    def set_streams(self, name: str, wanted: Float64) -> bool:
+        """Make stream tensor `name` equal `wanted` [T, n, H]; False where inputs alone cannot.
+
+        Through a post stage the streams are sent round by a cyclic permutation with post gates 0, so a comb
+        read the other way round puts them elsewhere. Through an expand only stream 0 of `wanted` counts.
+        """
+        if name in self.values:
+            self.values[name] = wanted
+            return True
+        writer = self.program.stage(self.program.writers[name])
+        if writer.kind == "expand" and writer.operand("e") in self.values:
+            self.values[writer.operand("e")] = wanted[:, 0]
+            return True
+        if writer.kind == "post" and all(operand in self.values for operand in writer.reads):
+            self.values[writer.operand("x")] = np.roll(wanted, -1, axis=1)
+            shape = (self.tokens, self.n, self.n)
+            self.values[writer.operand("comb")] = np.broadcast_to(_cycle(self.n, 1), shape)
+            self.values[writer.operand("post")] = np.zeros((self.tokens, self.n))
+            return True
+        return False
+
+    def streams(self, site: _Site) -> tuple[str, tuple[int, ...]]:
+        """Name and shape [T, n, H] of the streams a site reads."""
+        name = site.rowsq.operand("x")
+        return name, self.program.shape(name, self.tokens)
+
+    def set_logits(self, wanted: Callable[[str], Float64]) -> None:
+        """Make the logits of every site `wanted(name)` [T, (2+n)n], name being the stage's.
+
+        Where mixes and streams are given: streams of +1 and -1, so the inverse RMS is 1 but for eps, which
+        the mixes undo, and each token has its own logits. Elsewhere base carries the logits of token 0.
+        """
+        for site in self.sites:
+            name, shape = self.streams(site)
+            logits = wanted(site.gates.name)
+            scale, base = site.gates.operand("scale"), site.gates.operand("base")
+            if site.mixes is not None and self.set_streams(name, self.signs(name, *shape)):
+                self.values[site.mixes] = logits * (1.0 + float(site.rowsq.attr("eps"))) ** 0.5
+                self.values[scale], self.values[base] = np.ones(3), np.zeros(logits.shape[1])
+            elif self.tokens:
+                self.values[scale], self.values[base] = np.full(3, 2.0**-10), logits[0]
+
+    def finish(self) -> Inputs:
+        """The inputs in their dtypes, C-contiguous."""
+        found: Inputs = {}
+        for tensor in self.program.of_role("input", "parameter"):
+            with np.errstate(over="ignore"):
+                found[tensor.name] = np.ascontiguousarray(
+                    self.values[tensor.name].astype(_NUMPY[tensor.dtype])
+                )
+        return found
+
+
+def _cycle(n: int, shift: int) -> Float64:
+    """Permutation matrix [from, to] that sends stream j to (j + shift) mod n."""
+    return np.roll(np.eye(n), shift, axis=1)
+
+
+def _with_comb(aim: _Aim, comb: Float64) -> Inputs:
+    """Inputs whose comb logits are `comb` [T, n, n] and whose gate logits are of order 1."""
+
+    def wanted(name: str) -> Float64:
+        gates = aim.random(f"gates {name}", aim.tokens, 2 * aim.n)
+        return np.concatenate([gates, comb.reshape(aim.tokens, aim.n * aim.n)], axis=1)
+
+    aim.set_logits(wanted)
+    return aim.finish()
+
+
+def _set_magnitude(aim: _Aim, site: _Site, magnitude: float, spread: float) -> bool:
+    """Streams of a site within (1 +- spread) of `magnitude`, signs mixed if spread > 0; mixes to match.
+
+    False where inputs alone cannot do it or the streams' dtype rounds the magnitude to 0.
+    """
+    name, shape = aim.streams(site)
+    if not float(np.float64(magnitude).astype(_NUMPY[aim.program.tensor(name).dtype])):
+        return False
+    wanted = np.full(shape, magnitude)
+    if spread:
+        wanted = wanted * aim.signs(name, *shape) * (1.0 + spread * aim.random(f"size {name}", *shape))
+    if not aim.set_streams(name, wanted):
+        return False
+    if site.mixes is not None:
+        aim.values[site.mixes] = aim.values[site.mixes] * magnitude
+    return True
+
+
+def d1(aim: _Aim) -> Inputs | None:
+    """Comb logits 10 x a cyclic permutation, shift 1 or n-1 by token: comb against comb transposed.
+
+    The two differ by about 1. Needs n >= 3: a 2 x 2 doubly stochastic matrix is symmetric.
+    """
+    if aim.n < 3 or not aim.sites:
+        return None
+    shifts = [1 if token % 2 == 0 else aim.n - 1 for token in range(aim.tokens)]
+    comb = np.array([10.0 * _cycle(aim.n, shift) for shift in shifts])
+    return _with_comb(aim, comb.reshape(aim.tokens, aim.n, aim.n))
+
+
+def d3(aim: _Aim) -> Inputs | None:
+    """Streams about half the root of the largest eps: which eps went where.
+
+    At an RMS eps of 1e-6 and an hc eps of 1e-2 the inverse RMS is 20.0, or 8.9 with the two mixed up. None
+    where all eps of the Program are equal: then nothing can tell.
+    """
+    eps = {
+        float(stage.attr(key))
+        for stage in aim.program.stages
+        for key, _ in stage.attrs
+        if key in ("eps", "pre_eps")
+    }
+    if len(eps) < 2 or not aim.sites:
+        return None
+    done = [_set_magnitude(aim, site, max(eps) ** 0.5 / 2, 0.25) for site in aim.sites]
+    return aim.finish() if any(done) else None
+
+
+def d4(aim: _Aim) -> Inputs | None:
+    """Streams all the root of the RMS eps: 1/rms is 707.1 at 1e-6 with eps in the root, 999.0 outside."""
+    done = [
+        float(site.rowsq.attr("eps")) > 0
+        and _set_magnitude(aim, site, float(site.rowsq.attr("eps")) ** 0.5, 0.0)
+        for site in aim.sites
+    ]
+    return aim.finish() if any(done) else None
+
+
+def d5(aim: _Aim) -> Inputs | None:
+    """Comb logits -1e4 in the last column, else 0: `sum + eps` ends at 1/n throughout, a clamp does not."""
+    if aim.n < 2 or not aim.sites:
+        return None
+    comb = np.zeros((aim.tokens, aim.n, aim.n))
+    comb[:, :, -1] = -1e4
+    return _with_comb(aim, comb)
+
+
+def d8(aim: _Aim) -> Inputs | None:
+    """Comb logits about 89: without max-subtraction fp32 exp overflows to infinity and then NaN."""
+    if not aim.sites:
+        return None
+    return _with_comb(aim, 89.0 + aim.random("comb", aim.tokens, aim.n, aim.n))
+
+
+def d9(aim: _Aim) -> Inputs | None:
+    """x = +1, -1, ... and fn = 1 + 2^-12, 1, ...: products sum to K/2 * 2^-12, or 0 in TF32 or bf16.
+
+    Needs a projection with fp32 weights in the Program, and K even.
+    """
+    done = False
+    for stage in aim.program.stages_of_kind("project"):
+        fn, name = stage.operand("fn"), stage.operand("x")
+        k = aim.program.dim("n") * aim.program.dim("H")
+        if aim.program.tensor(fn).dtype != "fp32" or k % 2 or fn not in aim.values:
+            continue
+        odd = np.arange(k) % 2
+        pattern = np.broadcast_to(1.0 - 2.0 * odd, (aim.tokens, k))
+        if aim.set_streams(name, pattern.reshape(aim.program.shape(name, aim.tokens))):
+            aim.values[fn] = np.broadcast_to(1.0 + 2.0**-12 * (1 - odd), aim.values[fn].shape)
+            done = True
+    return aim.finish() if done else None
+
+
+def d10(aim: _Aim) -> Inputs | None:
+    """Streams, branch output and mixes of token t times 2^(t mod 32): a row that uses another row's norm.
+
+    In fp16 the power is t mod 10, so that the weighted sums stay finite.
+    """
+    per_token = [
+        tensor
+        for tensor in aim.program.of_role("input")
+        if tensor.shape[0] == "T" and (tensor.shape[-1] in ("H", "R"))
+    ]
+    if not aim.sites or not per_token:
+        return None
+    period = 10 if any(tensor.dtype == "fp16" for tensor in per_token) else 32
+    power = np.ldexp(1.0, np.arange(aim.tokens) % period)
+    for tensor in per_token:
+        aim.values[tensor.name] = (aim.values[tensor.name].T * power).T
+    return aim.finish()
+
+
+def d12(aim: _Aim) -> Inputs | None:
+    """Streams and branch output all 0, mixes about the root of the RMS eps: eps lost gives NaN or infinity.
+
+    Also an eps read with the wrong width (a double's bytes as a float is about -3e-19).
+    """
+    eps = [float(site.rowsq.attr("eps")) for site in aim.sites]
+    if not eps or min(eps) <= 0:
+        return None
+    for tensor in aim.program.of_role("input"):
+        if tensor.shape[-1] == "H":
+            aim.values[tensor.name] = np.zeros_like(aim.values[tensor.name])
+    for site, value in zip(aim.sites, eps, strict=True):
+        if site.mixes is not None:
+            aim.values[site.mixes] = aim.values[site.mixes] * value**0.5
+    return aim.finish()
+
+
+def d15(aim: _Aim) -> Inputs | None:
+    """One NaN in the streams of the middle token: it must reach that token's results, no other token's."""
+    for tensor in aim.program.of_role("input"):
+        if aim.tokens and tensor.shape in (("T", "n", "H"), ("T", "H")):
+            streams = aim.values[tensor.name].reshape(aim.tokens, -1, aim.program.dim("H"))
+            streams[aim.tokens // 2, -1, streams.shape[2] // 2] = np.nan
+            return aim.finish()
+    return None
+
+
+def extreme(aim: _Aim) -> Inputs | None:
+    """Every logit +-89, +-200 or +-1e4: overflow of exp, underflow of comb, division by tiny sums."""
+    if not aim.sites:
+        return None
+    columns = (2 + aim.n) * aim.n
+    index = np.arange(aim.tokens)[:, None] + np.arange(columns)[None, :]
+    magnitude = np.array([89.0, 200.0, 1e4])[index % 3]
+    aim.set_logits(lambda name: magnitude * aim.signs(f"extreme {name}", aim.tokens, columns))
+    return aim.finish()
+
+
+def minus_infinity(aim: _Aim) -> Inputs | None:
+    """One -inf in base (comb, row 0, column 1): that element is 0 + eps before normalising, without NaN.
+
+    With given mixes and two tokens or more, the last token also has a row that is -inf throughout: its comb
+    is NaN, and no other token's is.
+    """
+    if aim.n < 2 or not aim.sites:
+        return None
+    columns = (2 + aim.n) * aim.n
+
+    def wanted(name: str) -> Float64:
+        logits = aim.random(f"minus infinity {name}", aim.tokens, columns)
+        if aim.tokens > 1:
+            logits[-1, columns - aim.n :] = -np.inf
+        return logits
+
+    aim.set_logits(wanted)
+    for site in aim.sites:
+        aim.values[site.gates.operand("base")][2 * aim.n + 1] = -np.inf
+    return aim.finish()
+
+
+#: Name -> maker; the D numbers are those of the documentation's table of discriminating inputs.
+DISCRIMINATING: dict[str, Callable[[_Aim], Inputs | None]] = {
+    "D1": d1,
+    "D3": d3,
+    "D4": d4,
+    "D5": d5,
+    "D8": d8,
+    "D9": d9,
+    "D10": d10,
+    "D12": d12,
+    "D15": d15,
+    "extreme": extreme,
+    "-inf base": minus_infinity,
+}
+
+
+def discriminating(program: Program, tokens: int, name: str) -> Inputs | None:
+    """The discriminating inputs of that name, or None where the Program has none (see each maker).
+
+    Args:
+        program: an unfused Program.
+        tokens: T >= 0.
+        name: a key of `DISCRIMINATING`.
+
+    Raises:
+        KeyError: unknown name.
+    """
+    return DISCRIMINATING[name](_Aim(program, tokens))
+
+
+# --- poison -----------------------------------------------------------------------------------------------
+
+#: Fill byte by dtype. 0xFF throughout is a NaN in each float format, and one that no arithmetic makes
+#: (results are NaNs with zero low bits). 0x80 is -128 in int8, outside the symmetric range of q8, and
+#: negative in int32.
+_POISON: dict[str, int] = {"int8": 0x80, "int32": 0x80}
+_POISON_FLOAT = 0xFF
+
+
+def poison(shape: tuple[int, ...], dtype: str) -> AnyArray:
+    """An output array filled with bytes no stage writes; dtype is a Program's."""
+    size = int(np.prod(shape, dtype=np.int64)) * _NUMPY[dtype].itemsize
+    filled = np.full(size, _POISON.get(dtype, _POISON_FLOAT), dtype=np.uint8)
+    return filled.view(_NUMPY[dtype]).reshape(shape)
+
+
+def poisoned_mask(array: AnyArray) -> npt.NDArray[np.bool_]:
+    """Where an array still holds the bytes of `poison`; same shape as the array."""
+    names = {dtype: name for name, dtype in _NUMPY.items()}
+    fill = _POISON.get(names[array.dtype], _POISON_FLOAT)
+    contiguous = np.ascontiguousarray(array)
+    raw = contiguous.reshape(-1).view(np.uint8).reshape(*array.shape, array.dtype.itemsize)
+    return np.asarray(np.all(raw == fill, axis=-1), dtype=np.bool_)
