@@ -83,6 +83,8 @@ class RefusedError(MhcgenError):
     """What was asked for by name is not legal; carries the path that proves it in `notes`."""
 
     exit_code = EXIT_REFUSED
+    #: the `mhcgen.log.Refusal` behind it, set by the pass that refused
+    refusal: object = None
 
 
 class CheckFailed(MhcgenError):

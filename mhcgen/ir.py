@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -113,6 +113,7 @@ class Program:
         tensors: every tensor, in order of first mention.
         stages: every stage, in a topological order.
         scope: what was built: `pre`, `site`, `boundary`, `trunk` or `custom`.
+        origin: the command-line options that name this Program, for headers; empty for hand-built ones.
     """
 
     model: str
@@ -121,6 +122,7 @@ class Program:
     tensors: tuple[Tensor, ...]
     stages: tuple[Stage, ...]
     scope: str = "custom"
+    origin: str = field(default="", compare=False)
 
     @cached_property
     def _by_tensor(self) -> dict[str, Tensor]:

@@ -1,0 +1,152 @@
+"""The device functions emitted text may call, in the order they are printed.
+
+A kernel's text names the functions it uses; the emitter links in those and what they use themselves, so no
+stage lists helpers by hand and none is printed unused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mhcgen.ir import Program
+
+CTYPES = {
+    "fp32": "float",
+    "bf16": "__nv_bfloat16",
+    "fp16": "__half",
+    "int8": "signed char",
+    "fp8_e4m3": "unsigned char",
+    "int32": "int",
+}
+ITEMSIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8_e4m3": 1, "int32": 4}
+INCLUDES = {"bf16": "cuda_bf16.h", "fp16": "cuda_fp16.h"}
+
+
+@dataclass(frozen=True)
+class Function:
+    """A helper of emitted text.
+
+    Args:
+        name: the name it defines.
+        template: file under templates/.
+        fields: what the template needs.
+    """
+
+    name: str
+    template: str
+    fields: Mapping[str, Any]
+
+
+#: name -> template for functions that are the same in every class; in printing order.
+_COMMON_BEFORE = (
+    ("mhc_refuse_fast_math", "refuse_fast_math"),
+    ("mhc_fma", "fma"),
+    ("mhc_sum", "sum"),
+    ("mhc_sum_identity", "sum"),
+    ("mhc_max", "max"),
+    ("mhc_max_identity", "max"),
+    ("mhc_tree_sum", "tree_sum"),
+    ("mhc_tree_max", "tree_max"),
+    ("mhc_pairs", "pairs"),
+    ("mhc_warp_sum", "warp_sum"),
+    ("mhc_mean", "mean"),
+)
+#: name -> template stem; `_ieee` or `_fast` is appended.
+_BY_SET = (
+    ("mhc_exp", "exp"),
+    ("mhc_reciprocal", "reciprocal"),
+    ("mhc_quotient", "quotient"),
+    ("mhc_inverse_sqrt", "inverse_sqrt"),
+)
+_COMMON_AFTER = tuple(
+    (f"mhc_{stem}", stem)
+    for stem in (
+        "sigmoid", "plain", "add_eps", "divide", "divide_then_add_eps", "exp_of_difference", "sync_data",
+        "amax", "inverse_scale", "scale_q8", "scale_fp8", "power_of_two_up", "scale_q8_pow2",
+        "scale_fp8_pow2", "quantise_q8", "quantise_fp8", "round_fp32", "round_bf16", "round_fp16",
+    )
+)
+
+
+def functions(program: Program, chunk: int, scalar: bool) -> tuple[Function, ...]:
+    """Every function text may call, in printing order.
+
+    Args:
+        program: its arithmetic picks the function set.
+        chunk: columns handled at once, which bounds the width of loads and stores.
+        scalar: load and store one element at a time.
+    """
+    suffix = program.arithmetic.functions
+    found = [Function(name, f"functions/{stem}.cu.j2", {}) for name, stem in _COMMON_BEFORE]
+    found += [
+        Function(name, f"functions/{stem}_{suffix}.cu.j2", {})
+        for name, stem in _BY_SET
+        if (stem, suffix) != ("reciprocal", "ieee")
+    ]
+    found += [Function(name, f"functions/{stem}.cu.j2", {}) for name, stem in _COMMON_AFTER]
+    for dtype in ("fp32", "bf16", "fp16", "int8", "fp8_e4m3"):
+        found += _memory_functions(dtype, chunk, scalar)
+    return tuple(found)
+
+
+def vector_of(dtype: str, chunk: int, scalar: bool) -> int:
+    """Elements per load or store: 16 bytes where the chunk allows."""
+    return 1 if scalar else min(chunk, 16 // ITEMSIZES[dtype])
+
+
+def _memory_functions(dtype: str, chunk: int, scalar: bool) -> list[Function]:
+    vector = vector_of(dtype, chunk, scalar)
+    if ITEMSIZES[dtype] * vector < 4 or (vector == 1):
+        return _scalar_functions(dtype)
+    words = ITEMSIZES[dtype] * vector // 4
+    names = "xyzw"[:words]
+    if dtype == "fp32":
+        fields = {
+            "vector": vector,
+            "type": f"float{words}",
+            "members": tuple({"name": name, "index": i} for i, name in enumerate(names)),
+        }
+        return [
+            Function("mhc_load_fp32", "io/load_vector_fp32.cu.j2", fields),
+            Function("mhc_store_fp32", "io/store_vector_fp32.cu.j2", fields),
+        ]
+    if dtype in ("bf16", "fp16"):
+        fields = {
+            "vector": vector,
+            "type": f"uint{words}",
+            "members": tuple({"name": m, "low": 2 * i, "high": 2 * i + 1} for i, m in enumerate(names)),
+        }
+        return [
+            Function(f"mhc_load_{dtype}", f"io/load_vector_{dtype}.cu.j2", fields),
+            Function(f"mhc_store_{dtype}", f"io/store_vector_{dtype}.cu.j2", fields),
+        ]
+    fields = {
+        "dtype": dtype,
+        "ctype": CTYPES[dtype],
+        "vector": vector,
+        "type": f"uint{words}",
+        "members": tuple(
+            {"name": m, **{f"b{b}": 4 * i + b for b in range(4)}} for i, m in enumerate(names)
+        ),
+    }
+    return [Function(f"mhc_store_{dtype}", "io/store_vector_8bit.cu.j2", fields)]
+
+
+def _scalar_functions(dtype: str) -> list[Function]:
+    widen = {"bf16": "__bfloat162float", "fp16": "__half2float"}.get(dtype, "")
+    narrow = {"bf16": "__float2bfloat16_rn", "fp16": "__float2half_rn"}.get(dtype, "")
+    ctype = CTYPES[dtype]
+    source = ctype if dtype in ("int8", "fp8_e4m3") else "float"
+    stores = Function(
+        f"mhc_store_{dtype}",
+        "io/store_scalar.cu.j2",
+        {"dtype": dtype, "ctype": ctype, "from": source, "narrow": narrow},
+    )
+    if dtype in ("int8", "fp8_e4m3"):
+        return [stores]
+    loads = Function(
+        f"mhc_load_{dtype}", "io/load_scalar.cu.j2", {"dtype": dtype, "ctype": ctype, "widen": widen}
+    )
+    return [loads, stores]

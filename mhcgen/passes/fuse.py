@@ -1,0 +1,230 @@
+"""fuse: user wishes become kernels.
+
+```
+rowsq   gates   sinkhorn   collapse        --fuse rowsq+gates+sinkhorn,collapse
+  k0      k1       k2         k3      ->   k0: rowsq gates sinkhorn      k1: collapse
+```
+A group is legal if no path between two of its stages leaves it (convexity), it holds no opaque stage, and the
+kernels it leaves can be ordered. Refusal codes: F-ESCAPE, F-OPAQUE, F-UNKNOWN, F-OVERLAP, F-PRESET.
+
+Deliberately not done here: cost. A legal group is formed because it was asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import networkx as nx
+
+from mhcgen.errors import RefusedError
+from mhcgen.ir import Program
+from mhcgen.log import Decision, Witness
+from mhcgen.passes.refuse import refuse
+from mhcgen.plan import Kernel, Plan
+
+#: The chain every `pre` preset holds; a projection in the Program joins it.
+PRE_CHAIN = ("rowsq", "gates", "sinkhorn", "collapse")
+
+#: preset -> what it is for. Groups are computed from kinds, so they serve any model.
+PRESETS: dict[str, str] = {
+    "none": "one kernel a stage: the baseline of every gate",
+    "seed": "rowsq, gates with sinkhorn, collapse: the three launches of the seed system",
+    "pre": "projection (if the Program has it), rowsq, gates, sinkhorn and collapse in one kernel",
+    "pre-norm": "pre, and the RMSNorm of y",
+    "pre-norm-quant": "pre-norm, and the quantisation of z",
+    "boundary": "post of one site with the pre chain of the next (norm and quant too where present)",
+    "delayed": "post with collapse (and norm, quant): the critical path of the delayed variant",
+    "site": "the pre chain and post of one site: refused, the branch stands between",
+}
+
+
+def fuse(plan: Plan) -> Plan:
+    """Plan -> Plan with kernels.
+
+    Raises:
+        RefusedError: F-ESCAPE, F-OPAQUE, F-UNKNOWN, F-OVERLAP or F-PRESET, with the witness path.
+    """
+    if "fuse" in plan.done:
+        return plan
+    program = plan.program
+    groups = requested_groups(program, plan.options.fuse)
+    seen: dict[str, str] = {}
+    for group in groups:
+        for name in group:
+            if name in seen:
+                raise refuse(
+                    "fuse", "F-OVERLAP", f"group {'+'.join(group)}", f"{name} is already in group {seen[name]}",
+                    "name each stage once",
+                )
+            seen[name] = "+".join(group)
+        check_group(program, group)
+    singles = [(s.name,) for s in program.stages if s.name not in seen and s.kind not in OPAQUE_KINDS]
+    ordered = _order(program, [*groups, *singles])
+    log = list(plan.log)
+    for group in ordered:
+        if len(group) > 1:
+            log.append(
+                Decision(
+                    "fuse", "+".join(group), "one kernel",
+                    "asked for, and no path between its stages leaves the group",
+                )
+            )
+        else:
+            log.append(Decision("fuse", group[0], "a kernel of its own", "no group names it with others"))
+    kernels = tuple(Kernel(_kernel_name(group), group) for group in ordered)
+    return replace(plan, kernels=kernels, log=tuple(log))
+
+
+OPAQUE_KINDS = ("branch", "engram", "tap")
+
+
+def requested_groups(program: Program, wish: str) -> list[tuple[str, ...]]:
+    """Groups of stage names of a preset or an explicit wish, each in program order."""
+    order = {stage.name: index for index, stage in enumerate(program.stages)}
+    if wish in PRESETS:
+        groups = _preset_groups(program, wish)
+    else:
+        groups = []
+        for part in wish.split(","):
+            names = tuple(name.strip() for name in part.split("+"))
+            for name in names:
+                if name not in order:
+                    raise refuse(
+                        "fuse", "F-UNKNOWN", f"group {part.strip()!r}", f"there is no stage or preset {name!r}",
+                        f"stages: {', '.join(order)}; presets: {', '.join(PRESETS)}",
+                    )
+            if len(set(names)) != len(names):
+                raise refuse(
+                    "fuse", "F-OVERLAP", f"group {part.strip()!r}", "a stage is named twice",
+                    "name each stage once",
+                )
+            groups.append(names)
+    return [tuple(sorted(group, key=order.__getitem__)) for group in groups]
+
+
+def _preset_groups(program: Program, preset: str) -> list[tuple[str, ...]]:
+    def kinds(*wanted: str, required: tuple[str, ...] = ()) -> tuple[str, ...]:
+        have = tuple(stage.name for stage in program.stages if stage.kind in wanted)
+        for kind in required:
+            if not program.stages_of_kind(kind):
+                raise refuse(
+                    "fuse", "F-PRESET", f"preset {preset}", f"the Program has no stage of kind {kind}",
+                    f"build it with that stage, or choose among the stages {', '.join(s.name for s in program.stages)}",
+                )
+        return have
+
+    chain = ("project", *PRE_CHAIN)
+    if preset == "none":
+        return []
+    if preset == "seed":
+        return [kinds("gates", "sinkhorn", required=("gates", "sinkhorn"))]
+    if preset == "pre":
+        return [kinds(*chain, required=PRE_CHAIN)]
+    if preset == "pre-norm":
+        return [kinds(*chain, "norm", required=(*PRE_CHAIN, "norm"))]
+    if preset == "pre-norm-quant":
+        return [kinds(*chain, "norm", "quant", required=(*PRE_CHAIN, "norm", "quant"))]
+    if preset == "boundary":
+        return [kinds("post", *chain, "norm", "quant", required=("post", *PRE_CHAIN))]
+    if preset == "delayed":
+        return [kinds("post", "collapse", "norm", "quant", required=("post", "collapse"))]
+    return [kinds(*chain, "norm", "quant", "post", required=(*PRE_CHAIN, "post"))]
+
+
+def check_group(program: Program, group: tuple[str, ...]) -> None:
+    """Raise the refusal of an illegal group; return for a legal one."""
+    for name in group:
+        if program.stage(name).kind in OPAQUE_KINDS:
+            raise refuse(
+                "fuse", "F-OPAQUE", f"group {'+'.join(group)}",
+                f"{name} is opaque: nothing is known of its inside, so no kernel can hold it",
+                "fuse the stages on one side of it",
+                Witness((name,), "opaque"),
+            )
+    path = escaping_path(program, group)
+    if path is not None:
+        ends = f"{path[0]} and {path[-1]}"
+        inner = [name for name in path[1:-1] if name not in group]
+        opaque = [name for name in inner if program.stage(name).kind in OPAQUE_KINDS]
+        reason = f"a path between {ends} leaves the group"
+        reason += f" through the opaque {opaque[0]}" if opaque else f" through {inner[0]}"
+        raise refuse(
+            "fuse", "F-ESCAPE", f"group {'+'.join(group)}", reason,
+            _escape_hint(program, group, inner, bool(opaque)),
+            Witness(tuple(path)),
+        )
+
+
+def escaping_path(program: Program, group: tuple[str, ...]) -> list[str] | None:
+    """The shortest path that leaves the group and comes back, None if the group is convex."""
+    graph, members = program.graph, set(group)
+    best: list[str] | None = None
+    for source in group:
+        outside = [s for s in graph.successors(source) if s not in members]
+        for first in sorted(outside):
+            lengths = nx.single_source_shortest_path(graph, first)
+            for target in group:
+                if target in lengths:
+                    path = [source, *lengths[target]]
+                    if best is None or (len(path), path) < (len(best), best):
+                        best = path
+    return best
+
+
+def _escape_hint(program: Program, group: tuple[str, ...], inner: list[str], opaque: bool) -> str:
+    if not opaque:
+        return f"add {', '.join(inner)} to the group, or leave one end out"
+    graph = program.graph
+    blocker = inner[0]
+    before = [name for name in group if nx.has_path(graph, name, blocker)]
+    after = [name for name in group if name not in before]
+    return f"fuse the two sides of {blocker} apart: --fuse {'+'.join(before)},{'+'.join(after)}"
+
+
+def _order(program: Program, groups: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Launch order: topological over kernels, by program order among the free.
+
+    Convex groups can still wait for each other in a circle (A needs B's output and B needs A's); that is
+    an escape of the union and is refused with the circle as witness.
+    """
+    home = {name: index for index, group in enumerate(groups) for name in group}
+    position = {stage.name: index for index, stage in enumerate(program.stages)}
+    quotient = nx.DiGraph()
+    nodes = [home.get(stage.name, f"opaque:{stage.name}") for stage in program.stages]
+    quotient.add_nodes_from(nodes)
+    for a, b in program.graph.edges:
+        ka, kb = home.get(a, f"opaque:{a}"), home.get(b, f"opaque:{b}")
+        if ka != kb:
+            quotient.add_edge(ka, kb)
+
+    def key(node: object) -> str:
+        first = min(position[s] for s in groups[node]) if isinstance(node, int) else position[str(node)[7:]]
+        return f"{first:06d}"
+
+    try:
+        return [groups[n] for n in nx.lexicographical_topological_sort(quotient, key=key) if isinstance(n, int)]
+    except nx.NetworkXUnfeasible:
+        raise _circle(program, groups, home, quotient) from None
+
+
+def _circle(
+    program: Program, groups: list[tuple[str, ...]], home: dict[str, int], quotient: nx.DiGraph
+) -> RefusedError:
+    cycle = nx.find_cycle(quotient)
+    names = []
+    for a, b in cycle:
+        edge = next(
+            (u, v)
+            for u, v in program.graph.edges
+            if home.get(u, f"opaque:{u}") == a and home.get(v, f"opaque:{v}") == b
+        )
+        names.extend(edge)
+    involved = " and ".join("+".join(groups[a]) for a, _ in cycle if isinstance(a, int))
+    return refuse(
+        "fuse", "F-ESCAPE", f"groups {involved}", "each needs a result of the other, so neither can launch first",
+        "split one of the groups", Witness(tuple(names)),
+    )
+
+
+def _kernel_name(group: tuple[str, ...]) -> str:
+    return "mhc_" + "_".join(name.replace(".", "_") for name in group)

@@ -1,0 +1,53 @@
+"""launch: grid, threads, shared bytes.
+
+```
+kernel of one block a token        grid (T)
+kernel of k blocks a token         grid (T, k)      tokens on grid.x, which reaches 2^31 - 1
+```
+T is a run-time argument and never part of the text. Refusal code: L-SHARED.
+
+Deliberately not done here: choosing threads, which place does, because registers depend on them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mhcgen.log import Decision
+from mhcgen.passes.refuse import refuse
+from mhcgen.plan import Plan
+
+#: Static shared memory of a block on every architecture.
+STATIC_SHARED = 48 * 1024
+
+
+def launch(plan: Plan) -> Plan:
+    """Plan -> Plan with launch facts in every kernel.
+
+    Raises:
+        RefusedError: L-SHARED.
+    """
+    if "launch" in plan.done:
+        return plan
+    for index, kernel in enumerate(plan.kernels):
+        total = sum(buffer.nbytes for buffer in kernel.buffers)
+        if total > STATIC_SHARED:
+            raise refuse(
+                "launch", "L-SHARED", kernel.name,
+                f"it needs {total} bytes of shared memory, and a block has {STATIC_SHARED}",
+                "split the group, or use a register placement",
+            )
+        plan = plan.with_kernel(index, replace(kernel, shared_bytes=total))
+        blocks = kernel.columns.blocks if kernel.columns is not None else 1
+        grid = f"grid (T, {blocks})" if kernel.grid == "token_columns" else "grid (T)"
+        plan = replace(
+            plan,
+            log=(
+                *plan.log,
+                Decision(
+                    "launch", kernel.name, f"{grid}, {kernel.threads} threads, {total} bytes shared",
+                    "tokens are on grid.x, and T is a run-time argument",
+                ),
+            ),
+        )
+    return plan

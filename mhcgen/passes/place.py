@@ -1,0 +1,334 @@
+"""place: threads own columns, tensors get a home, stages become steps.
+
+```
+kernel {rowsq gates sinkhorn collapse}
+  columns  thread i owns [i*run, (i+1)*run) of all n streams, read in chunks
+  x        registers of its owner, or global memory read twice
+  logits   one element a lane | one row a lane | all in every lane | shared memory
+```
+The reduction order over columns does not depend on any of it (mhcgen.arithmetic), so neither do the bits.
+Refusal codes: P-ELEMENT, P-REGISTERS, P-SLAB, P-QUANT-GROUP, L-THREADS.
+
+Deliberately not done here: barriers. Steps only state what they touch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mhcgen.errors import UsageError
+from mhcgen.ir import Program, Stage
+from mhcgen.log import Decision, LogEntry
+from mhcgen.passes.refuse import refuse
+from mhcgen.plan import MIX_WARPS, PLACEMENTS, SLABS, SYNCS, Columns, Kernel, Options, Place, Plan
+from mhcgen.stages import KINDS
+from mhcgen.steps import expand_kernel
+
+MAX_WARPS = 32
+REGISTERS_PER_SM = 65536
+MAX_REGISTERS = 255
+#: Registers a data thread needs beside the slab it holds: addresses, accumulators, temporaries.
+WORKING_REGISTERS = 44
+#: Floats of one chunk a streaming thread holds at once (n streams of `chunk` columns).
+CHUNK_FLOATS = 64
+DEFAULT_WARPS = 8
+ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8_e4m3": 1, "int32": 4}
+
+#: Kinds that need every column of a token in one block.
+REDUCING = ("project", "rowsq", "norm")
+#: Kinds whose totals or small vectors are worked on by one warp.
+MIXING = ("project", "rowsq", "gates", "head_gates", "sinkhorn")
+
+
+def place(plan: Plan) -> Plan:
+    """Plan -> Plan with geometry, places and steps in every kernel.
+
+    Raises:
+        RefusedError: a placement, slab or block size asked for by name is not legal.
+        UsageError: `U-OPTION` for a value outside the enumerations of `mhcgen.plan`.
+    """
+    if "place" in plan.done:
+        return plan
+    _check_options(plan.options)
+    for index, kernel in enumerate(plan.kernels):
+        placed, log = _place_kernel(plan, kernel)
+        plan = replace(plan.with_kernel(index, placed), log=(*plan.log, *log))
+        expanded = expand_kernel(plan, placed)
+        plan = plan.with_kernel(index, expanded)
+    return plan
+
+
+def _check_options(options: Options) -> None:
+    for field, value, allowed in (
+        ("placement", options.placement, PLACEMENTS),
+        ("sync", options.sync, SYNCS),
+        ("slab", options.slab, SLABS),
+        ("mix_warp", options.mix_warp, MIX_WARPS),
+    ):
+        if value not in allowed:
+            raise UsageError(
+                "U-OPTION",
+                f"{field} must be one of {', '.join(allowed)}, got {value!r}",
+                where=f"--{field.replace('_', '-')}",
+                hints=(f"choose one of {', '.join(allowed)}",),
+            )
+    threads = options.threads
+    if threads is not None and (
+        isinstance(threads, bool) or not isinstance(threads, int) or threads % 32 or not 32 <= threads <= 1024
+    ):
+        raise refuse(
+            "place", "L-THREADS", f"threads {threads!r}", "a block is a multiple of 32 threads from 32 to 1024",
+            "use a multiple of 32 up to 1024",
+        )
+
+
+def _place_kernel(plan: Plan, kernel: Kernel) -> tuple[Kernel, list[LogEntry]]:
+    log: list[LogEntry] = []
+    stages = plan.kernel_stages(kernel)
+    kernel = _geometry(plan, kernel, stages, log)
+    layout = _layout(plan, kernel, stages, log)
+    places = _places(plan, kernel, stages, layout, log)
+    return replace(kernel, places=places), log
+
+
+def _geometry(plan: Plan, kernel: Kernel, stages: tuple[Stage, ...], log: list[LogEntry]) -> Kernel:
+    """Threads, warps and the column map."""
+    kinds = {stage.kind for stage in stages}
+    mixes = any(kind in MIXING for kind in kinds)
+    if not any(KINDS[kind].work == "column" for kind in kinds):
+        log.append(
+            Decision("place", kernel.name, "one warp a token", "it holds no column work; a warp covers the mixes")
+        )
+        return replace(kernel, data_warps=0, mix_warp=0, warps=1)
+    chunk = _chunk(plan.program)
+    if not mixes and not any(kind in REDUCING for kind in kinds):
+        return _pointwise(plan, kernel, chunk, log)
+    slab = _slab_geometry(plan, kernel, stages, chunk, log)
+    if slab is not None:
+        return slab
+    return _streaming(plan, kernel, mixes, chunk, log)
+
+
+def _chunk(program: Program) -> int:
+    """Columns handled at once: the largest power of two up to 8 that divides H and fits registers."""
+    n, hidden = program.dim("n"), program.dim("H")
+    chunk = 8
+    while hidden % chunk or (n * chunk > CHUNK_FLOATS and chunk > 1):
+        chunk //= 2
+    return chunk
+
+
+def _columns(plan: Plan, run: int, chunk: int, blocks: int = 1) -> Columns:
+    streams = [t.dtype for t in plan.program.tensors if "H" in t.shape]
+    itemsize = max(ITEMSIZE[dtype] for dtype in streams)
+    vector = 1 if plan.options.scalar else min(chunk, 16 // itemsize)
+    return Columns(run, chunk, vector, blocks)
+
+
+def _run(hidden: int, threads: int, chunk: int) -> int:
+    """Smallest power-of-two run, at least a chunk, with which the threads cover H."""
+    run = chunk
+    while threads * run < hidden:
+        run *= 2
+    return run
+
+
+def _pointwise(plan: Plan, kernel: Kernel, chunk: int, log: list[LogEntry]) -> Kernel:
+    hidden = plan.program.dim("H")
+    wanted = (plan.options.threads or 32 * DEFAULT_WARPS) // 32
+    warps = min(wanted, -(-hidden // (32 * chunk))) if plan.options.threads is None else wanted
+    blocks = -(-hidden // (warps * 32 * chunk))
+    log.append(
+        Decision(
+            "place", kernel.name, f"{warps * 32} threads, {blocks} blocks a token, {chunk} columns a thread",
+            "no stage reduces over columns, so blocks may share a token",
+        )
+    )
+    return replace(
+        kernel, data_warps=warps, mix_warp=-1, warps=warps,
+        columns=_columns(plan, chunk, chunk, blocks), grid="token_columns",
+    )
+
+
+def _slab_streams(plan: Plan, kernel: Kernel, stages: tuple[Stage, ...]) -> tuple[str, ...]:
+    """Stream tensors worth keeping in registers: read twice, or made here and read here."""
+    readers: dict[str, int] = {}
+    for stage in stages:
+        for slot, tensor in stage.operands:
+            if slot == "x" and stage.kind != "post":
+                readers[tensor] = readers.get(tensor, 0) + 1
+    return tuple(t for t, count in readers.items() if count > 1 or plan.made_in(kernel, t))
+
+
+def registers_per_thread(warps: int) -> int:
+    """Registers each thread may use so that one block of that many warps fits an SM."""
+    return min(MAX_REGISTERS, REGISTERS_PER_SM // (warps * 32) // 8 * 8)
+
+
+def _slab_geometry(
+    plan: Plan, kernel: Kernel, stages: tuple[Stage, ...], chunk: int, log: list[LogEntry]
+) -> Kernel | None:
+    """Geometry with the streams in registers, None where it is not wanted or does not fit."""
+    options, program = plan.options, plan.program
+    streams = _slab_streams(plan, kernel, stages)
+    if options.slab == "global" or not streams:
+        return None
+    n, hidden = program.dim("n"), program.dim("H")
+    kinds = {stage.kind for stage in stages}
+    own = options.mix_warp == "own" or (
+        options.mix_warp == "auto" and bool(kinds & set(MIXING)) and "collapse" in kinds
+    )
+    extra = 1 if own else 0
+    candidates = [MAX_WARPS - extra] if options.threads is None else [options.threads // 32 - extra]
+    if candidates[0] < 1:
+        raise refuse(
+            "place", "L-THREADS", kernel.name, "a Sinkhorn warp of its own leaves no data warp in this block",
+            "use at least 64 threads, or --mix-warp shared",
+        )
+    run = _run(hidden, candidates[0] * 32, chunk)
+    data_warps = candidates[0] if options.threads is not None else -(-hidden // (32 * run))
+    need = len(streams) * n * run + WORKING_REGISTERS
+    # Fewer, wider threads have more registers each; try them while the slab does not fit.
+    while options.threads is None and need > registers_per_thread(data_warps + extra) and data_warps > 1:
+        run *= 2
+        data_warps = -(-hidden // (32 * run))
+        need = len(streams) * n * run + WORKING_REGISTERS
+    have = registers_per_thread(data_warps + extra)
+    fits = f"{n} x {run} floats a thread and {WORKING_REGISTERS} to work with, of {have} registers"
+    if need > have:
+        if options.slab == "registers":
+            raise refuse(
+                "place", "P-SLAB", kernel.name, f"the slab does not fit: it needs {fits}",
+                "use more threads, or --slab global",
+            )
+        log.append(Decision("place", kernel.name, "streams stay in global memory", f"the slab needs {fits}"))
+        return None
+    log.append(Decision("place", ", ".join(streams), "registers of the owning threads", f"it fits: {fits}"))
+    if own:
+        log.append(
+            Decision(
+                "place", kernel.name, "a warp of its own for the mixes",
+                "the graph has no path from sinkhorn to collapse, so both run at once",
+            )
+        )
+    return replace(
+        kernel, data_warps=data_warps, mix_warp=data_warps if own else 0, warps=data_warps + extra,
+        columns=_columns(plan, run, chunk),
+        places=tuple(Place(t, "thread") for t in streams),
+    )
+
+
+def _streaming(plan: Plan, kernel: Kernel, mixes: bool, chunk: int, log: list[LogEntry]) -> Kernel:
+    """Geometry with the streams read from global memory by each stage."""
+    options, hidden = plan.options, plan.program.dim("H")
+    own = mixes and options.mix_warp == "own"
+    extra = 1 if own else 0
+    if options.threads is None:
+        data_warps = min(DEFAULT_WARPS, -(-hidden // (32 * chunk)))
+    else:
+        data_warps = options.threads // 32 - extra
+    if data_warps < 1:
+        raise refuse(
+            "place", "L-THREADS", kernel.name, "a Sinkhorn warp of its own leaves no data warp in this block",
+            "use at least 64 threads, or --mix-warp shared",
+        )
+    run = _run(hidden, data_warps * 32, chunk)
+    log.append(
+        Decision(
+            "place", kernel.name, f"{(data_warps + extra) * 32} threads, {run} columns a thread in chunks of {chunk}",
+            "threads own aligned runs of 2^k columns, so every block size sums in the same tree",
+        )
+    )
+    return replace(
+        kernel, data_warps=data_warps, mix_warp=(data_warps if own else 0) if mixes else -1,
+        warps=data_warps + extra, columns=_columns(plan, run, chunk),
+    )
+
+
+def power_of_two(n: int) -> int:
+    """n rounded up to a power of two."""
+    return 1 << (n - 1).bit_length()
+
+
+def register_limit(warps: int) -> int:
+    """Largest n whose whole matrix, logits and sums a lane can hold beside its working registers."""
+    have = registers_per_thread(warps) - WORKING_REGISTERS
+    n = 1
+    while 2 * (n + 1) * (n + 1) <= have and n < 6:
+        n += 1
+    return n
+
+
+def _layout(plan: Plan, kernel: Kernel, stages: tuple[Stage, ...], log: list[LogEntry]) -> str:
+    """How lanes hold the mixes and the matrix: element, row, registers or shared."""
+    if not any(stage.kind in ("gates", "head_gates", "sinkhorn") for stage in stages):
+        return ""
+    n, wish = plan.program.dim("n"), plan.options.placement
+    square = power_of_two(n) ** 2
+    if wish == "element" and square > 32:
+        raise refuse(
+            "place", "P-ELEMENT", f"placement element at n = {n}",
+            f"one element a lane needs {power_of_two(n)} x {power_of_two(n)} = {square} lanes, and a warp has 32",
+            "use --placement row, which holds one row a lane up to n = 16",
+        )
+    limit = register_limit(kernel.warps)
+    if wish == "registers" and n > limit:
+        raise refuse(
+            "place", "P-REGISTERS", f"placement registers at n = {n}",
+            f"{n * n} elements and their sums in every lane would spill; the limit here is n = {limit}",
+            "use --placement row, or shared",
+        )
+    if wish != "auto":
+        log.append(Decision("place", "logits, comb", wish, "asked for"))
+        return wish
+    if plan.options.sync == "block":
+        log.append(Decision("place", "logits, comb", "shared", "block barriers were asked for, and only shared memory needs them"))
+        return "shared"
+    if square <= 32:
+        log.append(
+            Decision("place", "logits, comb", "element", f"{square} lanes hold one element each; sums are shuffles")
+        )
+        return "element"
+    log.append(
+        Decision(
+            "place", "logits, comb", "row",
+            f"{square} elements exceed the 32 lanes of a warp, and {n} rows do not: one row a lane",
+        )
+    )
+    return "row"
+
+
+def _places(
+    plan: Plan, kernel: Kernel, stages: tuple[Stage, ...], layout: str, log: list[LogEntry]
+) -> tuple[Place, ...]:
+    places: dict[str, Place] = {place.tensor: place for place in kernel.places}
+    columns = kernel.columns
+    keep = columns is not None and columns.run <= 32
+    for stage in stages:
+        kind = KINDS[stage.kind]
+        for slot, tensor in stage.results:
+            if tensor in places:
+                continue
+            inside = any(r in kernel.stages for r in plan.program.readers.get(tensor, ()))
+            shape = dict((s.rstrip("?"), d) for s, d in kind.results)[slot]
+            if not inside:
+                places[tensor] = Place(tensor, "global")
+            elif "H" in shape:
+                in_thread = keep and "n" not in shape
+                places[tensor] = Place(tensor, "thread" if in_thread else "global")
+                if not in_thread:
+                    log.append(
+                        Decision("place", tensor, "global, read back by its writer", "a thread's run does not fit registers")
+                    )
+            elif slot in ("logits", "mixes_scaled") and layout in ("element", "row", "registers"):
+                lane_ok = slot == "logits" or not plan.escapes(kernel, tensor)
+                places[tensor] = Place(tensor, "lane", layout) if lane_ok else Place(tensor, "shared")
+            else:
+                places[tensor] = Place(tensor, "shared")
+        if stage.kind == "sinkhorn":
+            places[stage.result("comb")] = replace(
+                places[stage.result("comb")], layout=layout
+            )
+        for tensor in stage.reads:
+            places.setdefault(tensor, Place(tensor, "global"))
+    return tuple(places[name] for name in sorted(places))

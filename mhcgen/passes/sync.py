@@ -1,0 +1,75 @@
+"""sync: the weakest barrier where two steps touch the same memory.
+
+```
+map    writes s_logits                 map
+reduce reads  s_logits         ->      __syncwarp();   // RAW s_logits: map -> reduce
+                                       reduce
+```
+Nothing where each thread reads only what it wrote; `__syncwarp()` where one warp holds every access; the named
+barrier of the data warps where the mix work has a warp of its own; `__syncthreads()` otherwise. Refusal code:
+S-WEAK.
+
+Deliberately not done here: moving steps to need fewer barriers; the order of steps is place's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mhcgen.hazards import walk_hazards
+from mhcgen.log import Decision, LogEntry
+from mhcgen.plan import Kernel, Plan
+
+
+def sync(plan: Plan) -> Plan:
+    """Plan -> Plan with barriers in every kernel's body."""
+    if "sync" in plan.done:
+        return plan
+    at_least = "block" if plan.options.sync == "block" else "warp"
+    kernels, log = [], list(plan.log)
+    for kernel in plan.kernels:
+        walked = walk_hazards(kernel, kernel.body, insert=True, at_least=at_least)
+        synced = replace(kernel, body=walked.body)
+        kernels.append(synced)
+        log.extend(_explain(plan, synced))
+    return replace(plan, kernels=tuple(kernels), log=tuple(log))
+
+
+PRIMITIVE = {"warp": "__syncwarp()", "data": "barrier of the data warps", "block": "__syncthreads()"}
+
+
+def _explain(plan: Plan, kernel: Kernel) -> list[LogEntry]:
+    entries: list[LogEntry] = []
+    syncs = list(kernel.syncs())
+    n = plan.program.dim("n")
+    mixes = (2 + n) * n
+    if any(p.layout == "shared" for p in kernel.places):
+        rounds = -(-mixes // 32)
+        entries.append(
+            Decision(
+                "sync", kernel.name, "one warp covers the mixes",
+                f"({2 + n}) * {n} = {mixes} mixes "
+                + (
+                    "fit the 32 lanes of a warp"
+                    if rounds == 1
+                    else f"exceed 32 lanes, but a warp may stride over them in {rounds} rounds, "
+                    "so every access stays in one warp"
+                ),
+            )
+        )
+    if not syncs:
+        entries.append(Decision("sync", kernel.name, "no barrier", "no two threads touch the same memory"))
+    for barrier in syncs:
+        weakest = max(
+            (hazard.scope for hazard in barrier.because), key=lambda s: ("warp", "data", "block").index(s)
+        )
+        because = {
+            "warp": "every access is in one warp",
+            "data": "only data warps touch it, and the mix warp must not be kept waiting",
+            "block": "the accesses cross warps",
+        }[weakest]
+        if weakest != barrier.scope:
+            because = f"asked for ({PRIMITIVE[weakest]} would do: {because})"
+        hazards = "; ".join(str(hazard) for hazard in barrier.because)
+        entries.append(Decision("sync", f"{kernel.name}: {hazards}", PRIMITIVE[barrier.scope], because))
+    return entries

@@ -1,0 +1,55 @@
+"""Stages of a placed kernel become steps: who runs a piece, what it touches, which template renders it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import networkx as nx
+
+from mhcgen.ir import Stage
+from mhcgen.plan import Buffer, Kernel, Plan
+from mhcgen.steps import column, mix, sinkhorn
+from mhcgen.steps.context import Context
+
+Expand = Callable[[Context, Stage], None]
+
+EXPANDERS: dict[str, Expand] = {
+    "expand": column.expand,
+    "project": column.project,
+    "rowsq": mix.rowsq,
+    "gates": mix.gates,
+    "head_gates": mix.head_gates,
+    "sinkhorn": sinkhorn.sinkhorn,
+    "collapse": column.collapse,
+    "norm": column.norm,
+    "quant": column.quant,
+    "post": column.post,
+    "mean": column.mean,
+}
+
+
+def stage_order(plan: Plan, kernel: Kernel) -> tuple[str, ...]:
+    """Topological order of a kernel's stages in which sinkhorn comes as late as it may.
+
+    Nothing on the way to y reads comb, so the columns never wait for the Sinkhorn.
+    """
+    position = {stage.name: index for index, stage in enumerate(plan.program.stages)}
+    graph = plan.program.graph.subgraph(kernel.stages)
+
+    def key(name: str) -> str:
+        late = plan.program.stage(name).kind == "sinkhorn"
+        return f"{int(late)}{position[name]:06d}"
+
+    return tuple(nx.lexicographical_topological_sort(graph, key=key))
+
+
+def expand_kernel(plan: Plan, kernel: Kernel) -> Kernel:
+    """The kernel with its body of steps and its shared buffers; no barriers yet."""
+    kernel = replace(kernel, stages=stage_order(plan, kernel))
+    context = Context(plan, kernel)
+    context.load_slab()
+    for stage in plan.kernel_stages(kernel):
+        EXPANDERS[stage.kind](context, stage)
+    buffers: tuple[Buffer, ...] = tuple(context.buffers[name] for name in sorted(context.buffers))
+    return replace(kernel, body=(*context.early, *context.body), buffers=buffers)

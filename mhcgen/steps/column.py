@@ -1,0 +1,146 @@
+"""Column work: every data thread owns an aligned run of columns."""
+
+from __future__ import annotations
+
+from mhcgen.ir import Stage
+from mhcgen.passes.refuse import refuse
+from mhcgen.plan import Access
+from mhcgen.steps.context import Context, identifier
+
+
+def levels(chunks: int) -> int:
+    """Levels of the binary tree over the chunks of a run."""
+    return (chunks - 1).bit_length()
+
+
+def expand(context: Context, stage: Stage) -> None:
+    """x[t,c,:] = e[t,:]: copies, no rounding."""
+    source, reads, declares = context.column_source(stage.operand("e"))
+    target = stage.result("x")
+    context.step(
+        stage, "copy", "expand", "data", reads + _stream_writes(context, target),
+        declares + _stream_declares(context, target),
+        n=context.n, sinks=_stream_sinks(context, target), out=context.row(target),
+        out_registers=context.registers(target), store=f"mhc_store_{context.dtype(target)}",
+        **source, **context.column_fields(),
+    )
+
+
+def _stream_sinks(context: Context, tensor: str) -> tuple[str, ...]:
+    in_thread = context.place(tensor).space == "thread"
+    sinks = ("columns/stream_to_registers.cu.j2",) * in_thread
+    if not in_thread or context.plan.escapes(context.kernel, tensor):
+        sinks += ("columns/stream_to_global.cu.j2",)
+    return sinks
+
+
+def _stream_writes(context: Context, tensor: str) -> tuple[Access, ...]:
+    return (Access(f"global:{tensor}", True, own=True),)
+
+
+def _stream_declares(context: Context, tensor: str) -> tuple[tuple[str, tuple[tuple[str, object], ...]], ...]:
+    return (context.declare_streams(tensor),) * (context.place(tensor).space == "thread")  # type: ignore[return-value]
+
+
+def project(context: Context, stage: Stage) -> None:
+    """mixes[t,r] = fn[r] . x[t]: columns add their streams in order, then the column tree."""
+    x, mixes = stage.operand("x"), stage.result("mixes")
+    rows = context.program.dim("R") if context.program.tensor(mixes).shape[-1] == "R" else context.n
+    part = context.share(f"s_{identifier(mixes)}_part", "float", rows * context.kernel.data_warps)
+    source, reads, declares = context.streams(x)
+    fields = context.column_fields()
+    context.step(
+        stage, "partial", "project_partial", "data", (*reads, Access(part, True)), declares,
+        part=part, fn=context.row(stage.operand("fn")), n=context.n, rows=rows,
+        row_length=context.n * context.hidden, warps=context.kernel.data_warps,
+        levels=levels(context.columns.chunks), **source, **fields,
+    )
+    context.step(
+        stage, "total", "project_total", "mix", (Access(part, False), *context.small_accesses(mixes)),
+        part=part, rows=rows, warps=context.kernel.data_warps, targets=context.small_targets(mixes),
+    )
+
+
+def collapse(context: Context, stage: Stage) -> None:
+    """y[t,h] = sum_c pre[t,c] x[t,c,h]: fused multiply-adds in stream order."""
+    pre = stage.operand("pre")
+    source, reads, declares = context.streams(stage.operand("x"))
+    sinks, writes, more = context.column_sinks(stage.result("y"))
+    context.step(
+        stage, "columns", "collapse", "data", (*context.gate_accesses(pre), *reads, *writes), declares + more,
+        pre=context.gate_source(pre), n=context.n, **source, **sinks, **context.column_fields(),
+    )
+
+
+def norm(context: Context, stage: Stage) -> None:
+    """z = y / sqrt(mean(y^2) + eps) * weight: mean over the column tree, (y * inverse) * weight."""
+    y = stage.operand("y")
+    acc = {"fp32": "float", "fp64": "double"}[stage.attr("acc")]
+    part = context.share(f"s_{identifier(stage.name)}_part", acc, context.kernel.data_warps)
+    source, reads, declares = context.column_source(y)
+    fields = context.column_fields()
+    context.step(
+        stage, "partial", "norm_partial", "data", (*reads, Access(part, True)), declares,
+        part=part, acc=acc, levels=levels(context.columns.chunks), **source, **fields,
+    )
+    sinks, writes, more = context.column_sinks(stage.result("z"))
+    weighted = any(slot == "weight" for slot, _ in stage.operands)
+    weight = {"weight": context.row(stage.operand("weight"))} if weighted else {}
+    context.step(
+        stage, "apply", "norm_apply_weight" if weighted else "norm_apply", "data",
+        (*reads, Access(part, False), *writes), declares + more,
+        part=part, acc=acc, warps=context.kernel.data_warps, eps=stage.attr("eps"),
+        **weight, **source, **sinks, **fields,
+    )
+
+
+def quant(context: Context, stage: Stage) -> None:
+    """q = round(z / scale) by groups of columns; a zero group has scale 0 and q 0."""
+    run, group = context.columns.run, stage.attr("group")
+    if group > 32 * run:
+        raise refuse(
+            "place", "P-QUANT-GROUP", context.kernel.name,
+            f"a group of {group} columns spans {group // run} threads of {run} columns, and a warp has 32",
+            f"use fewer threads, so that a thread holds at least {group // 32} columns",
+        )
+    source, reads, declares = context.column_source(stage.operand("z"))
+    scheme = stage.attr("scheme") + ("_pow2" if stage.attr("pow2") else "")
+    inside = run >= group
+    context.step(
+        stage, "columns", "quant_in_thread" if inside else "quant_across_lanes", "data", reads, declares,
+        group=group, group_chunks=max(1, group // context.columns.chunk), groups=-(-context.hidden // group),
+        lanes=max(1, group // run), quantise=f"mhc_quantise_{stage.attr('scheme')}",
+        scale_of=f"mhc_scale_{scheme}", inverse_of="mhc_inverse_scale",
+        store=f"mhc_store_{context.dtype(stage.result('q'))}",
+        q=context.row(stage.result("q")), q_scale=context.row(stage.result("q_scale")),
+        q_type={"q8": "signed char", "fp8": "unsigned char"}[stage.attr("scheme")],
+        **source, **context.column_fields(),
+    )
+
+
+def post(context: Context, stage: Stage) -> None:
+    """x_next[t,k,h] = post[t,k] f[t,h] + sum_j comb[t,j,k] x[t,j,h], fused multiply-adds in stream order."""
+    gates, comb, target = stage.operand("post"), stage.operand("comb"), stage.result("x_next")
+    source, reads, declares = context.streams(stage.operand("x"))
+    branch, more_reads, more_declares = context.column_source(stage.operand("f"))
+    context.step(
+        stage, "columns", "post", "data",
+        (*context.gate_accesses(gates), *context.gate_accesses(comb), *reads, *more_reads,
+         *_stream_writes(context, target)),
+        declares + more_declares + _stream_declares(context, target),
+        post=context.gate_source(gates), comb=context.gate_source(comb), n=context.n,
+        sinks=_stream_sinks(context, target), out=context.row(target),
+        out_registers=context.registers(target), store=f"mhc_store_{context.dtype(target)}",
+        round=f"mhc_round_{context.dtype(target)}",
+        **source, **branch, **context.column_fields(),
+    )
+
+
+def mean(context: Context, stage: Stage) -> None:
+    """y[t,h] = (sum_c x[t,c,h]) / n: streams added in order, then one division."""
+    source, reads, declares = context.streams(stage.operand("x"))
+    sinks, writes, more = context.column_sinks(stage.result("y"))
+    context.step(
+        stage, "columns", "mean", "data", (*reads, *writes), declares + more,
+        n=context.n, count=float(context.n), **source, **sinks, **context.column_fields(),
+    )

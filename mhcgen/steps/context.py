@@ -1,0 +1,228 @@
+"""What the expanders of one kernel share: names of things, and the steps collected so far."""
+
+from __future__ import annotations
+
+from mhcgen.ir import AttrValue, Stage
+from mhcgen.plan import Access, Buffer, Columns, Declare, Kernel, Node, Place, Plan, Step
+
+LANE_LAYOUTS = ("element", "row", "registers")
+
+
+def identifier(name: str) -> str:
+    """A tensor or stage name as a C identifier."""
+    return name.replace(".", "_")
+
+
+class Context:
+    """Collects steps of one kernel, and answers how its text names a tensor."""
+
+    def __init__(self, plan: Plan, kernel: Kernel) -> None:
+        self.plan = plan
+        self.program = plan.program
+        self.kernel = kernel
+        self.early: list[Node] = []
+        self.body: list[Node] = []
+        self.buffers: dict[str, Buffer] = {}
+        layouts = {p.layout for p in kernel.places if p.layout}
+        self.layout = next(iter(sorted(layouts)), "") or self._mix_layout()
+        self.n = plan.program.dim("n")
+        self.hidden = plan.program.dim("H")
+
+    def _mix_layout(self) -> str:
+        """Layout of a kernel whose mix values all leave it (gates alone, for example)."""
+        if any(s.kind in ("gates", "head_gates", "sinkhorn") for s in self.plan.kernel_stages(self.kernel)):
+            return self.plan.options.placement if self.plan.options.placement != "auto" else "row"
+        return ""
+
+    @property
+    def columns(self) -> Columns:
+        """The column map; only for kernels that have one."""
+        assert self.kernel.columns is not None
+        return self.kernel.columns
+
+    # ---- places and names -----------------------------------------------------------------------
+    def place(self, tensor: str) -> Place:
+        """Where a tensor of this kernel lives."""
+        place = self.kernel.place(tensor)
+        assert place is not None, tensor
+        return place
+
+    def dtype(self, tensor: str) -> str:
+        """dtype of a tensor."""
+        return self.program.tensor(tensor).dtype
+
+    def row(self, tensor: str) -> str:
+        """Pointer to this token's part of a global tensor; parameters have no token."""
+        name = identifier(tensor)
+        return f"{name}_t" if "T" in self.program.tensor(tensor).shape else name
+
+    def shared(self, tensor: str) -> str:
+        """Name of the shared copy of a tensor."""
+        return f"s_{identifier(tensor)}"
+
+    def registers(self, tensor: str) -> str:
+        """Name of the register copy of a tensor."""
+        return f"r_{identifier(tensor)}"
+
+    def gate_source(self, tensor: str) -> str:
+        """Where column work reads a small per-token tensor from."""
+        return self.shared(tensor) if self.place(tensor).space == "shared" else self.row(tensor)
+
+    def small_targets(self, tensor: str) -> tuple[str, ...]:
+        """Where mix work stores a small per-token tensor: shared, global or both."""
+        place = self.place(tensor)
+        targets = (self.shared(tensor),) if place.space == "shared" else ()
+        if place.space == "global" or self.plan.escapes(self.kernel, tensor):
+            targets += (self.row(tensor),)
+        return targets
+
+    def small_accesses(self, tensor: str) -> tuple[Access, ...]:
+        """Writes behind `small_targets`."""
+        if self.place(tensor).space == "shared":
+            self.share(self.shared(tensor), "float", self.elements(tensor))
+            return (Access(self.shared(tensor), True),)
+        return ()
+
+    def gate_accesses(self, tensor: str) -> tuple[Access, ...]:
+        """Reads behind `gate_source`."""
+        return (Access(self.shared(tensor), False),) if self.place(tensor).space == "shared" else ()
+
+    def elements(self, tensor: str) -> int:
+        """Elements per token of a tensor."""
+        count = 1
+        for size in self.program.shape(tensor, 1):
+            count *= size
+        return count
+
+    def share(self, name: str, ctype: str, count: int) -> str:
+        """Declare a shared buffer; declaring it twice is the same buffer."""
+        self.buffers[name] = Buffer(name, ctype, count)
+        return name
+
+    # ---- steps ----------------------------------------------------------------------------------
+    def step(
+        self,
+        stage: Stage,
+        piece: str,
+        template: str,
+        team: str,
+        accesses: tuple[Access, ...] = (),
+        declares: tuple[Declare, ...] = (),
+        early: bool = False,
+        into: list[Node] | None = None,
+        **fields: AttrValue,
+    ) -> Step:
+        """Append a step; early steps go before everything that waits."""
+        made = Step(
+            name=f"{stage.name}.{piece}",
+            stage=stage.name,
+            template=template,
+            team=team,
+            accesses=accesses,
+            fields=tuple(sorted(fields.items())),
+            declares=declares,
+            early=early,
+        )
+        target = into if into is not None else (self.early if early else self.body)
+        target.append(made)
+        return made
+
+    def declare(self, template: str, **fields: AttrValue) -> Declare:
+        """A register declaration."""
+        return (template, tuple(sorted(fields.items())))
+
+    # ---- columns --------------------------------------------------------------------------------
+    def column_fields(self) -> dict[str, AttrValue]:
+        """Fields every column step has."""
+        c = self.columns
+        in_registers = any(p.space == "thread" for p in self.kernel.places)
+        unroll = c.chunks if in_registers or c.chunks <= 4 else 1
+        return {
+            "run": c.run,
+            "chunk": c.chunk,
+            "chunks": c.chunks,
+            "unroll": unroll,
+            "hidden": self.hidden,
+            "first": "column_first",
+        }
+
+    def streams(self, tensor: str) -> tuple[dict[str, AttrValue], tuple[Access, ...], tuple[Declare, ...]]:
+        """Fields, accesses and declarations of a step that reads chunks of the streams."""
+        if self.place(tensor).space == "thread":
+            fields: dict[str, AttrValue] = {
+                "streams_from": "columns/streams_from_registers.cu.j2",
+                "streams": self.registers(tensor),
+            }
+            return fields, (), (self.declare_streams(tensor),)
+        fields = {
+            "streams_from": f"columns/streams_from_global_{self.dtype(tensor)}.cu.j2",
+            "streams": self.row(tensor),
+        }
+        made_here = self.plan.made_in(self.kernel, tensor)
+        return fields, (Access(f"global:{tensor}", False, own=True),) * made_here, ()
+
+    def declare_streams(self, tensor: str) -> Declare:
+        """Registers that hold a thread's run of all streams."""
+        c = self.columns
+        return self.declare(
+            "streams", name=self.registers(tensor), chunks=c.chunks, streams_n=self.n, chunk=c.chunk
+        )
+
+    def load_slab(self) -> None:
+        """Load the streams that live in registers and come from global memory, before anything waits."""
+        for place in self.kernel.places:
+            tensor = place.tensor
+            if place.space == "thread" and not self.plan.made_in(self.kernel, tensor):
+                reader = next(
+                    s for s in self.plan.kernel_stages(self.kernel) if tensor in s.reads
+                )
+                self.step(
+                    reader, f"load_{identifier(tensor)}", "load_streams", "data", early=True,
+                    declares=(self.declare_streams(tensor),),
+                    target=self.registers(tensor), source=self.row(tensor), n=self.n,
+                    load=f"mhc_load_{self.dtype(tensor)}", **self.column_fields(),
+                )
+
+    def column_source(self, tensor: str) -> tuple[dict[str, AttrValue], tuple[Access, ...], tuple[Declare, ...]]:
+        """Fields, accesses and declarations of a step that reads chunks of a [T, H] tensor."""
+        if self.place(tensor).space == "thread":
+            return (
+                {"column_from": "columns/column_from_registers.cu.j2", "column": self.registers(tensor)},
+                (), (self.declare_column(tensor),),
+            )
+        made_here = self.plan.made_in(self.kernel, tensor)
+        return (
+            {
+                "column_from": f"columns/column_from_global_{self.dtype(tensor)}.cu.j2",
+                "column": self.row(tensor),
+            },
+            (Access(f"global:{tensor}", False, own=True),) * made_here, (),
+        )
+
+    def declare_column(self, tensor: str) -> Declare:
+        """Registers that hold a thread's run of one column tensor."""
+        c = self.columns
+        return self.declare("column", name=self.registers(tensor), chunks=c.chunks, chunk=c.chunk)
+
+    def column_sinks(self, tensor: str) -> tuple[dict[str, AttrValue], tuple[Access, ...], tuple[Declare, ...]]:
+        """Fields, accesses and declarations of a step that writes chunks of a [T, H] tensor."""
+        sinks: list[str] = []
+        accesses: tuple[Access, ...] = ()
+        declares: tuple[Declare, ...] = ()
+        in_thread = self.place(tensor).space == "thread"
+        if in_thread:
+            sinks.append("columns/column_to_registers.cu.j2")
+            declares = (self.declare_column(tensor),)
+        if not in_thread or self.plan.escapes(self.kernel, tensor):
+            sinks.append("columns/column_to_global.cu.j2")
+            accesses = (Access(f"global:{tensor}", True, own=True),)
+        return (
+            {
+                "sinks": tuple(sinks),
+                "store": f"mhc_store_{self.dtype(tensor)}",
+                "round": f"mhc_round_{self.dtype(tensor)}",
+                "out": self.row(tensor),
+                "out_registers": self.registers(tensor),
+            },
+            accesses, declares,
+        )
