@@ -1,0 +1,212 @@
+"""Binding the caller's arguments to a kernel's parameters: checks, guarded copies, aliasing, copying back."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mhcgen.backends.host.buffers import GUARD_BYTES, POISON, HostBuffer, buffer_of
+from mhcgen.backends.host.signature import KernelSignature, Param, scalar_value
+from mhcgen.errors import InputError, InputTypeError, UsageError
+
+
+@dataclass(eq=False)
+class BoundBuffer:
+    """One stretch of memory that one or more pointer parameters point into.
+
+    Args:
+        buffer: the guarded memory.
+        name: of its parameters, joined with `|`.
+        writable: some parameter may write to it.
+        uninitialised: its contents mean nothing before the launch.
+        element: bytes per element, the smallest of its arrays.
+        original: the caller's bytes of an input that was copied, else None.
+    """
+
+    buffer: HostBuffer
+    name: str
+    writable: bool
+    uninitialised: bool
+    element: int
+    original: npt.NDArray[np.uint8] | None = None
+    guard: int = GUARD_BYTES
+
+    def changed_input(self) -> int | None:
+        """Offset of the first byte of a read-only copy that the kernel changed, else None."""
+        if self.original is None or self.writable or self.uninitialised:
+            return None
+        if np.array_equal(self.original, self.buffer.bytes):
+            return None
+        return int(np.flatnonzero(self.original != self.buffer.bytes)[0])
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """Where one array parameter lies: `offset` bytes into `Bound.buffers[index]`."""
+
+    index: int
+    offset: int
+    array: npt.NDArray[Any]
+    copied: bool
+    writable: bool
+
+
+@dataclass(eq=False)
+class Bound:
+    """Arguments ready for a launch.
+
+    Args:
+        pointers: the `void**` of the entry; `keep` holds what it points to.
+        buffers: without duplicates, in order of first use.
+        views: per array parameter.
+    """
+
+    pointers: ctypes.Array[ctypes.c_void_p]
+    buffers: list[BoundBuffer]
+    views: dict[str, View]
+    keep: list[object] = field(default_factory=list)
+
+    def copy_back(self) -> None:
+        """Copy writable arrays that were copied in back to the caller."""
+        for view in self.views.values():
+            if view.copied and view.writable and view.array.size:
+                memory = self.buffers[view.index].buffer.bytes
+                _bytes_of(view.array)[:] = memory[view.offset : view.offset + view.array.nbytes]
+
+
+def bind(signature: KernelSignature, args: Sequence[object], uninitialised: frozenset[str]) -> Bound:
+    """Check `args` against `signature` and lay out their memory (see `HostModule.launch` for the errors)."""
+    if len(args) != len(signature.params):
+        raise UsageError(
+            "X-ARGS", f"{len(args)} arguments for {len(signature.params)} parameters", where=signature.name
+        )
+    unknown = uninitialised - {param.name for param in signature.params if param.is_pointer}
+    if unknown:
+        raise UsageError("X-UNINIT", f"not a pointer parameter: {sorted(unknown)[0]}", where=signature.name)
+    keep: list[object] = []
+    arrays: dict[str, tuple[Param, npt.NDArray[Any]]] = {}
+    slots: list[ctypes.c_void_p | ctypes._SimpleCData[object]] = []
+    for param, value in zip(signature.params, args, strict=True):
+        if not param.is_pointer:
+            slots.append(scalar_value(param, value))
+            continue
+        slots.append(ctypes.c_void_p(None))
+        if value is not None:
+            arrays[param.name] = (param, _checked_array(param, value))
+    buffers, views = _lay_out(arrays, uninitialised)
+    for param, slot in zip(signature.params, slots, strict=True):
+        if param.name in views:
+            view = views[param.name]
+            assert isinstance(slot, ctypes.c_void_p)
+            slot.value = buffers[view.index].buffer.address + view.offset
+    keep += slots
+    pointers = (ctypes.c_void_p * max(1, len(slots)))(*[ctypes.addressof(slot) for slot in slots])
+    return Bound(pointers, buffers, views, keep)
+
+
+def _checked_array(param: Param, value: object) -> npt.NDArray[Any]:
+    array = value.array if isinstance(value, HostBuffer) else value
+    if not isinstance(array, np.ndarray):
+        raise InputTypeError(
+            "X-DTYPE",
+            f"a {type(value).__name__} given for {param.ctype}; pass a numpy array",
+            where=param.name,
+        )
+    if param.element_dtypes and array.dtype.name not in param.element_dtypes:
+        raise InputTypeError(
+            "X-DTYPE",
+            f"an array of {array.dtype.name} given for {param.ctype}",
+            where=param.name,
+            hints=(f"pass {' or '.join(param.element_dtypes)}",),
+        )
+    if not array.flags.c_contiguous:
+        raise InputError(
+            "X-LAYOUT",
+            "the array is not C-contiguous",
+            where=param.name,
+            hints=("numpy.ascontiguousarray(array)",),
+        )
+    if not array.dtype.isnative or array.dtype.hasobject:
+        raise InputError(
+            "X-LAYOUT", f"the array's bytes are not plain native numbers: {array.dtype}", where=param.name
+        )
+    if param.writable and not array.flags.writeable:
+        raise InputError(
+            "X-LAYOUT", "the kernel writes to an array that is read-only in numpy", where=param.name
+        )
+    return array
+
+
+def _lay_out(
+    arrays: dict[str, tuple[Param, npt.NDArray[Any]]], uninitialised: frozenset[str]
+) -> tuple[list[BoundBuffer], dict[str, View]]:
+    """One BoundBuffer per stretch of the caller's memory: overlapping arrays stay overlapping."""
+    spans: dict[str, tuple[int, int, HostBuffer | None]] = {}
+    for name, (_, array) in arrays.items():
+        owner = buffer_of(array)
+        start = array.ctypes.data
+        spans[name] = (start, start + array.nbytes, owner)
+    buffers: list[BoundBuffer] = []
+    views: dict[str, View] = {}
+    for names, low, high, owner in _groups(spans):
+        params = [arrays[name][0] for name in names]
+        members = [arrays[name][1] for name in names]
+        poisoned = any(name in uninitialised for name in names)
+        item = BoundBuffer(
+            buffer=owner or HostBuffer(high - low, np.uint8),
+            name="|".join(names),
+            writable=any(param.writable for param in params),
+            uninitialised=poisoned,
+            element=min(array.itemsize for array in members),
+        )
+        if owner is None:
+            for array in members:
+                offset = array.ctypes.data - low
+                item.buffer.bytes[offset : offset + array.nbytes] = _bytes_of(array)
+            if not item.writable:
+                item.original = item.buffer.bytes.copy()
+        if poisoned:
+            item.buffer.bytes.fill(POISON)
+        base = owner.address if owner is not None else low
+        for name, param, array in zip(names, params, members, strict=True):
+            views[name] = View(len(buffers), array.ctypes.data - base, array, owner is None, param.writable)
+        buffers.append(item)
+    return buffers, views
+
+
+def _groups(
+    spans: dict[str, tuple[int, int, HostBuffer | None]],
+) -> list[tuple[list[str], int, int, HostBuffer | None]]:
+    """Parameters whose arrays share memory, in order of the first parameter of each group."""
+    groups: list[tuple[list[str], int, int, HostBuffer | None]] = []
+    for name, (low, high, owner) in spans.items():
+        touching = [
+            group
+            for group in groups
+            if (owner is not None and group[3] is owner)
+            or (
+                owner is None
+                and group[3] is None
+                and ((low < group[2] and group[1] < high) or (low, high) == group[1:3])
+            )
+        ]
+        names = [n for group in touching for n in group[0]] + [name]
+        merged = (
+            names,
+            min([low, *(group[1] for group in touching)]),
+            max([high, *(group[2] for group in touching)]),
+            owner,
+        )
+        position = groups.index(touching[0]) if touching else len(groups)
+        groups = [group for group in groups if group not in touching]
+        groups.insert(position, merged)
+    return groups
+
+
+def _bytes_of(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    return array.reshape(-1).view(np.uint8)

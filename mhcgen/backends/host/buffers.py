@@ -1,0 +1,97 @@
+"""Memory for kernels: arrays between guard bands.
+
+A band is filled with a byte pattern that reads as NaN in fp32, fp64, fp16 and bf16. A kernel that reads past an
+array gets NaN; one that writes past it changes the pattern, which is checked after every launch.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mhcgen.errors import UsageError
+
+GUARD_BYTES = 4096
+# cudaMalloc's alignment: what an emission may assume of a whole array.
+_ALIGNMENT = 256
+# As 16-bit words this is 0xfffd, a NaN in bf16 and fp16; any two of them make an fp32 NaN.
+_PATTERN = np.frombuffer(b"\xfd\xff", np.uint8)
+POISON = 0xFF
+
+# id of a buffer's raw memory -> the buffer; lets a plain numpy view lead back to its guard bands.
+_live: weakref.WeakValueDictionary[int, HostBuffer] = weakref.WeakValueDictionary()
+
+
+class HostBuffer:
+    """An array between guard bands, which launches use in place: nothing is copied in or out.
+
+    Args:
+        shape: of the array; sizes of 0 are fine.
+        dtype: of the array.
+        misalign: bytes by which the array starts after a 256-byte boundary, to test an emission's promises.
+
+    Attributes:
+        array: the numpy array, filled with 0xff bytes (NaN) at first. Views of it may be passed to launches too.
+
+    Raises:
+        UsageError: `X-BUFFER` if `misalign` is negative, 256 or more, or no multiple of 1 byte.
+    """
+
+    def __init__(self, shape: int | Sequence[int], dtype: npt.DTypeLike, *, misalign: int = 0) -> None:
+        if not 0 <= misalign < _ALIGNMENT:
+            raise UsageError("X-BUFFER", f"misalign must be 0 to {_ALIGNMENT - 1} bytes, not {misalign}")
+        kind = np.dtype(dtype)
+        dims = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
+        self.nbytes = int(np.prod(dims, dtype=np.int64)) * kind.itemsize
+        self._raw = np.empty(self.nbytes + 2 * GUARD_BYTES + 2 * _ALIGNMENT, np.uint8)
+        start = GUARD_BYTES + -(self._raw.ctypes.data + GUARD_BYTES) % _ALIGNMENT + misalign
+        self._start, self._end = start, start + self.nbytes
+        self.fill_guards()
+        self.bytes.fill(POISON)
+        # ndarray rather than a reshaped view: it accepts any dtype at any alignment.
+        self.array: npt.NDArray[Any] = np.ndarray(dims, kind, buffer=self._raw.data, offset=start)
+        _live[id(self._raw)] = self
+
+    @property
+    def address(self) -> int:
+        """Of the first byte of the array."""
+        return int(self._raw.ctypes.data) + self._start
+
+    @property
+    def bytes(self) -> npt.NDArray[np.uint8]:
+        """The array's memory as bytes, without the guard bands."""
+        return self._raw[self._start : self._end]
+
+    def fill_guards(self) -> None:
+        """Write the pattern into both bands."""
+        for band in self._bands():
+            band[:] = np.resize(_PATTERN, band.size)
+
+    def broken_guard(self) -> int | None:
+        """Offset from the array's first byte of a changed guard byte (the one nearest to it), else None."""
+        front, back = self._bands()
+        after = np.flatnonzero(back != np.resize(_PATTERN, back.size))
+        if after.size:
+            return self.nbytes + int(after[0])
+        before = np.flatnonzero(front != np.resize(_PATTERN, front.size))
+        return int(before[-1]) - GUARD_BYTES if before.size else None
+
+    def _bands(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+        front = self._raw[self._start - GUARD_BYTES : self._start]
+        # Words of the pattern start at the array's end, which may be odd.
+        return front, self._raw[self._end : self._end + GUARD_BYTES]
+
+
+def buffer_of(array: npt.NDArray[Any]) -> HostBuffer | None:
+    """The HostBuffer whose memory `array` is a view of, else None."""
+    base: object = array
+    while isinstance(base, (np.ndarray, memoryview)):
+        found = _live.get(id(base))
+        if found is not None:
+            return found
+        base = base.base if isinstance(base, np.ndarray) else base.obj
+    return None

@@ -1,0 +1,56 @@
+// The calls that the emission (through prelude.h) makes into the runtime.
+// Both sides include this file; it needs no system header, because the emission must see none.
+#pragma once
+
+struct MhcDim3 {
+  unsigned x, y, z;
+};
+
+// What a warp-wide operation does besides waiting for its lanes.
+enum MhcWarpOp : unsigned {
+  MHC_SYNCWARP,
+  MHC_SHFL_INDEX,
+  MHC_SHFL_XOR,
+  MHC_SHFL_UP,
+  MHC_SHFL_DOWN,
+  MHC_BALLOT,
+  MHC_ANY,
+  MHC_ALL,
+};
+
+// What a block barrier returns to its threads.
+enum MhcBlockOp : unsigned { MHC_SYNCTHREADS, MHC_SYNC_COUNT, MHC_SYNC_AND, MHC_SYNC_OR };
+
+enum MhcAtomicOp : unsigned {
+  MHC_ATOMIC_ADD,
+  MHC_ATOMIC_MIN,
+  MHC_ATOMIC_MAX,
+  MHC_ATOMIC_EXCHANGE,
+  MHC_ATOMIC_COMPARE,
+  MHC_ATOMIC_AND,
+  MHC_ATOMIC_OR,
+};
+
+enum MhcAtomicType : unsigned { MHC_INT, MHC_UINT, MHC_ULL, MHC_FLOAT, MHC_DOUBLE };
+
+extern "C" {
+// Constant within one fiber, hence `const`: the compiler may keep the answer in a register.
+MhcDim3 mhc_rt_thread_index(void) __attribute__((const));
+MhcDim3 mhc_rt_block_index(void) __attribute__((const));
+MhcDim3 mhc_rt_block_shape(void) __attribute__((const));
+MhcDim3 mhc_rt_grid_shape(void) __attribute__((const));
+
+// `line` is the source line of the call: threads that meet must come from the same one.
+int mhc_rt_sync_block(unsigned op, int predicate, int line);
+// `value` travels as raw bits; `argument` is the source lane, the xor mask or the delta.
+unsigned long long mhc_rt_sync_warp(unsigned op, unsigned mask, unsigned long long value, unsigned argument,
+                                    int width, int line);
+// Returns the old value; the caller passes values as raw bits.
+unsigned long long mhc_rt_atomic(void* address, unsigned op, unsigned type, unsigned long long value,
+                                 unsigned long long compare);
+void mhc_rt_yield(void);
+void mhc_rt_trap(int line) __attribute__((noreturn));
+
+float mhc_rt_exp2(float x);
+unsigned long long mhc_rt_nanoseconds(void);
+}

@@ -1,0 +1,119 @@
+// What the Python side and the runtime exchange for one launch; abi.py mirrors these structs field by field.
+#pragma once
+
+#include <stdint.h>
+
+#include "device_api.h"
+
+enum MhcRegionFlags : uint32_t {
+  MHC_READONLY = 1,        // writing is a finding
+  MHC_NEEDS_INIT = 2,      // reading before a write is a finding
+  MHC_SHARED_STATIC = 4,   // `base` is an offset into the module's thread-local segment
+  MHC_SHARED_DYNAMIC = 8,  // the launch's dynamic shared memory; `base` is unused
+};
+
+// One buffer of global memory (with its guard bands) or one variable of shared memory.
+struct MhcRegion {
+  uint64_t base;
+  uint64_t size;
+  uint64_t guard;   // bytes of guard band on either side
+  uint32_t* loads;  // accesses per element, or null where they are not counted
+  uint32_t* stores;
+  uint64_t unwritten;  // out: bytes of a MHC_NEEDS_INIT region that nobody wrote
+  uint32_t flags;
+  uint32_t element;  // bytes per counted element
+};
+
+enum MhcOrder : uint32_t { MHC_ASCENDING, MHC_DESCENDING, MHC_RANDOM, MHC_WARP_GREEDY };
+
+enum MhcKind : uint32_t {
+  MHC_RACE = 1,
+  MHC_UNINIT,
+  MHC_OOB,
+  MHC_WRITE_TO_CONST,
+  MHC_BARRIER,
+  MHC_MASK,
+  MHC_SHUFFLE,
+  MHC_DEADLOCK,
+  MHC_STACK,
+  MHC_TRAP,
+};
+
+// Which of several rules of one kind was broken; findings.py has the sentence for each.
+enum MhcDetail : uint32_t {
+  MHC_NO_DETAIL = 0,
+  MHC_BARRIER_LINES,       // threads met at a block barrier from different lines
+  MHC_BARRIER_KINDS,       // ... or with different functions
+  MHC_BARRIER_EXITED,      // ... or after some had returned
+  MHC_BARRIER_DIVERGED,    // part of a warp waits there, part of it elsewhere
+  MHC_MASK_WITHOUT_SELF,   // a lane passed a mask that lacks it
+  MHC_MASK_LINES,          // lanes met from different lines
+  MHC_MASK_LANES_ABSENT,   // a lane of the mask waits elsewhere
+  MHC_MASK_WIDTH,          // a width that is no power of two up to 32
+  MHC_SHUFFLE_INACTIVE,    // the source lane does not take part
+  MHC_OOB_GUARD,           // in the guard band of a buffer
+  MHC_OOB_WILD,            // in no buffer at all; the launch was stopped
+  MHC_OOB_SHARED,          // in the shared segment, outside every variable
+  MHC_OOB_INDEX,           // an index outside a declared array; the launch was stopped
+  MHC_OOB_DYNAMIC_GUARD,   // bytes behind the dynamic shared memory changed
+  MHC_DEADLOCK_WAITING,    // every live thread waits
+  MHC_DEADLOCK_SPINNING,   // threads only yield (__nanosleep), nothing else happens
+};
+
+enum MhcScope : uint32_t { MHC_NO_SCOPE, MHC_SAME_WARP, MHC_ACROSS_WARPS, MHC_ACROSS_BLOCKS };
+
+enum MhcAccessFlags : uint32_t { MHC_ACCESS_WRITE = 1, MHC_ACCESS_ATOMIC = 2 };
+
+constexpr uint32_t MHC_NONE = 0xffffffffu;
+
+// Index 0 describes the earlier or waiting side, index 1 the later or missing one.
+struct MhcFinding {
+  uint64_t block[2];  // linear block ids
+  int64_t offset;     // bytes from the start of the region; negative in the front guard band
+  uint64_t value;     // address, array index or lanes, by detail
+  uint32_t thread[2];  // linear thread ids, MHC_NONE where there is none
+  uint32_t line[2];    // source lines of barriers and warp operations, else 0
+  uint32_t pc[2];      // offsets into the module of memory accesses, else 0
+  uint32_t access[2];  // MhcAccessFlags
+  uint32_t kind, detail, scope;
+  uint32_t region;  // index into MhcLaunch::regions, MHC_NONE where there is none
+  uint32_t size;    // bytes of the access
+  uint32_t mask;
+  uint32_t count;  // how often it happened
+  uint32_t unused;
+};
+
+enum MhcWaitKind : uint32_t { MHC_WAIT_BLOCK, MHC_WAIT_WARP, MHC_WAIT_READY };
+
+// After a deadlock: which lanes of which warp wait where.
+struct MhcWait {
+  uint32_t warp, lanes, kind, op, mask, line;
+};
+
+struct MhcLaunch {
+  void (*entry)(void**);
+  void** arguments;
+  const uint64_t* blocks;  // linear ids in the order to run, or null for all of them, ascending
+  MhcRegion* regions;
+  MhcFinding* findings;
+  MhcWait* waits;
+  char* stacks;  // one stack per thread of a block
+  uint64_t stack_bytes;
+  uint64_t block_count;
+  uint64_t dynamic_shared;
+  uint64_t seed;
+  uint64_t switches;    // out: changes of fiber
+  uint64_t blocks_run;  // out: blocks that ended
+  MhcDim3 grid;
+  MhcDim3 block;
+  uint32_t order;
+  uint32_t race;  // 1: the module is instrumented
+  uint32_t region_count;
+  uint32_t finding_capacity;
+  uint32_t finding_count;  // out
+  uint32_t suppressed;     // out: findings that did not fit
+  uint32_t wait_capacity;
+  uint32_t wait_count;  // out
+  uint32_t completed;   // out: 1 unless the launch was stopped
+  uint32_t unused;
+};

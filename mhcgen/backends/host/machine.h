@@ -1,0 +1,119 @@
+// The state of a launch: fibers, warps, the running CTA. Everything a CTA owns is in `Cta`, so that several can
+// be alive at once; only `running` is global, since one fiber runs at any time.
+#pragma once
+
+#include <stdint.h>
+#include <sys/mman.h>
+
+#include "fibers.h"
+#include "launch_abi.h"
+
+constexpr unsigned WARP = 32;
+constexpr unsigned MAX_THREADS = 1024;
+constexpr unsigned MAX_WARPS = MAX_THREADS / WARP;
+constexpr uint64_t STACK_CANARY = 0x9e3779b97f4a7c15ull;
+
+struct Cta;
+struct Race;
+
+enum class State : uint8_t { Ready, AtBlockBarrier, InWarpOperation, Done };
+
+struct WarpCall {
+  unsigned op, mask, argument;
+  int width, line;
+  uint64_t value;
+};
+
+struct BlockCall {
+  unsigned op;
+  int predicate, line;
+};
+
+struct Fiber {
+  Context context;
+  Cta* cta;
+  MhcDim3 index;
+  unsigned linear;
+  State state;
+  BlockCall block_call;
+  WarpCall warp_call;
+  uint64_t result;  // of the barrier or warp operation that let it go on
+
+  unsigned lane() const { return linear % WARP; }
+  unsigned warp() const { return linear / WARP; }
+};
+
+struct Warp {
+  unsigned ready;    // lanes that may run
+  unsigned live;     // lanes that have not returned
+  unsigned waiting;  // lanes in a warp operation
+};
+
+// xorshift64*, seeded so that neighbouring seeds give unlike sequences.
+struct Random {
+  uint64_t state;
+  void seed(uint64_t value) {
+    value += STACK_CANARY;
+    value = (value ^ value >> 30) * 0xbf58476d1ce4e5b9ull;
+    value = (value ^ value >> 27) * 0x94d049bb133111ebull;
+    state = (value ^ value >> 31) | 1;
+  }
+  unsigned below(unsigned bound) {
+    state ^= state >> 12;
+    state ^= state << 25;
+    state ^= state >> 27;
+    return static_cast<unsigned>((state * 0x2545f4914f6cdd1dull >> 33) % bound);
+  }
+};
+
+// Where the module lies in memory, and its thread-local segment on this OS thread: the shared memory.
+struct ModuleMap {
+  static constexpr unsigned MAX_SEGMENTS = 8;
+  uint64_t base;
+  uint64_t segment_low[MAX_SEGMENTS], segment_high[MAX_SEGMENTS];
+  unsigned segments;
+  char* shared_low;
+  char* shared_high;
+  char* dynamic_low;  // inside the above; null if the emission declares no dynamic shared memory
+  char* dynamic_high;
+};
+
+struct Launch {
+  MhcLaunch* request;
+  ModuleMap module;
+  Race* race;  // null unless the module is instrumented
+  bool stopped;
+  bool out_of_memory;
+};
+
+struct Cta {
+  Launch* launch;
+  Context home;  // of the OS thread that runs this CTA
+  Fiber* fibers;
+  Warp warps[MAX_WARPS];
+  unsigned char warp_priority[MAX_WARPS];  // for MHC_WARP_GREEDY, first is first
+  Random random;
+  MhcDim3 index;
+  uint64_t linear;      // of this block in the grid
+  uint32_t serial;      // counts the blocks of the launch from 1
+  unsigned threads, warp_count;
+  unsigned live;        // threads that have not returned
+  unsigned ready;       // threads that may run
+  unsigned at_barrier;  // threads that wait at the block barrier
+  unsigned cursor;      // where the next sweep of the ascending or descending order starts
+  unsigned idle_yields;  // yields since anything else happened
+  uint32_t epoch;        // block barriers passed
+};
+
+static Fiber* running;
+
+// Zeroed memory that costs nothing until it is touched; null if there is none.
+static inline void* map_pages(uint64_t bytes) {
+  if (bytes == 0) bytes = 1;
+  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  return memory == MAP_FAILED ? nullptr : memory;
+}
+
+static inline void unmap_pages(void* memory, uint64_t bytes) {
+  if (memory != nullptr) munmap(memory, bytes != 0 ? bytes : 1);
+}

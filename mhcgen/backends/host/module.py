@@ -1,0 +1,353 @@
+"""Loading and launching a built emission on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mhcgen.backends.host import abi, debuginfo
+from mhcgen.backends.host.arguments import Bound, bind
+from mhcgen.backends.host.buffers import HostBuffer
+from mhcgen.backends.host.build import MAX_DYNAMIC_SHARED, Fibers, build, source_name
+from mhcgen.backends.host.findings import AccessCounts, Finding, LaunchReport
+from mhcgen.backends.host.render import Renderer, guard_finding, input_finding
+from mhcgen.backends.host.signature import KernelSignature, normalise_shape
+from mhcgen.errors import EnvironmentFault, UsageError
+
+Argument = npt.NDArray[Any] | HostBuffer | int | float | bool | np.generic | None
+
+MAX_THREADS = 1024
+_MAX_GRID = (2**31 - 1, 65535, 65535)
+_MAX_BLOCK = (1024, 1024, 64)
+_STACK_BYTES = 128 * 1024
+_MAX_FINDINGS = 64
+_MAX_WAITS = 64
+
+
+@dataclass
+class _Library:
+    """One loaded shared object. Its runtime has one running fiber, so launches take turns."""
+
+    handle: ctypes.CDLL
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+_libraries: dict[Path, _Library] = {}
+_libraries_lock = threading.Lock()
+_per_thread = threading.local()
+
+
+class HostModule:
+    """An emission compiled for the CPU: `source` unchanged, one fiber per CUDA thread.
+
+    Args:
+        source: the emitted CUDA text.
+        kernels: the `__global__` functions to be launched. Their parameters are compared with the source at
+            compile time.
+        name: of the emission, as findings and compiler messages show it.
+        race: instrument memory accesses, so that launches report races, reads of unwritten memory and accesses
+            out of bounds; several times slower.
+        compiler: command of a C++ compiler; None searches (see `find_compiler`).
+        fibers: `asm`, `ucontext`, or None for the faster one that this CPU has.
+        opt: optimisation level of the emission.
+
+    Raises:
+        EnvironmentFault: `E-NO-CXX`, `E-CXX`, `E-PLATFORM`, `E-CACHE`, `E-LOAD`.
+        CompileError: `X-COMPILE`.
+        UsageError: options or signatures that mean nothing here.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        kernels: Sequence[KernelSignature],
+        *,
+        name: str = "emission",
+        race: bool = False,
+        compiler: str | None = None,
+        fibers: Fibers | None = None,
+        opt: str = "-O2",
+    ) -> None:
+        self.source = source
+        self.name = name
+        self.race = race
+        self.kernels = {kernel.name: kernel for kernel in kernels}
+        built = build(source, kernels, name=name, race=race, compiler=compiler, fibers=fibers, opt=opt)
+        self.path = built.path
+        self.compiled = built.compiled
+        self._library = _load(built.path)
+
+    def launch(
+        self,
+        kernel: str,
+        grid: int | Sequence[int],
+        block: int | Sequence[int],
+        args: Sequence[Argument],
+        *,
+        dynamic_shared: int = 0,
+        order: str = "ascending",
+        seed: int = 0,
+        blocks: Iterable[int] | None = None,
+        uninitialised: Iterable[str] = frozenset(),
+        count_accesses: bool = False,
+    ) -> LaunchReport:
+        """Run one kernel; returns when all its blocks have ended or the launch was stopped.
+
+        Args:
+            kernel: name of one of the module's kernels.
+            grid, block: one to three integers; a grid with a 0 in it launches nothing.
+            args: per parameter a C-contiguous numpy array of the right dtype or a `HostBuffer` (pointers; None
+                is the null pointer), or a number (scalars). Arrays that share memory go on sharing it.
+            dynamic_shared: bytes of dynamic shared memory per block.
+            order: in which order threads and blocks run: `ascending`, `descending`, `random` (by `seed`) or
+                `warp-greedy` (one warp as far as it goes, warps in an order drawn from `seed`).
+            seed: of the two random orders.
+            blocks: linear ids of the only blocks to run; None runs all.
+            uninitialised: pointer parameters whose contents mean nothing before the launch: they are filled with
+                0xff bytes, and a race build reports reads of what nobody has written.
+            count_accesses: count the loads and stores of every element (race builds only).
+
+        Returns:
+            The report. Findings do not raise; see `LaunchReport.raise_if_found`.
+
+        Raises:
+            UsageError: `X-KERNEL`, `X-SHAPE`, `X-GRID`, `X-BLOCK`, `X-SHARED`, `X-ORDER`, `X-BLOCKS`,
+                `X-ARGS`, `X-ARG-TYPE`, `X-ARG-RANGE`, `X-UNINIT`, `X-COUNT`.
+            InputError: `X-LAYOUT` for an array that is not C-contiguous, not native or not writable.
+            InputTypeError: `X-DTYPE` for an array of the wrong dtype.
+            EnvironmentFault: `E-MEMORY`.
+        """
+        signature = self._signature(kernel)
+        grid3, block3 = normalise_shape(grid, "grid"), normalise_shape(block, "block")
+        _check_shapes(grid3, block3, dynamic_shared)
+        if order not in abi.ORDERS:
+            raise UsageError("X-ORDER", f"unknown order {order!r}", hints=tuple(abi.ORDERS))
+        if count_accesses and not self.race:
+            raise UsageError(
+                "X-COUNT", "only a race build counts accesses", hints=("HostModule(..., race=True)",)
+            )
+        chosen = _block_ids(blocks, grid3, order, seed)
+        bound = bind(signature, args, frozenset(uninitialised))
+        if len(chosen) == 0:
+            bound.copy_back()
+            return LaunchReport(kernel, order, seed, self.race)
+        regions = _Regions(
+            bound, self._shared_variables(), dynamic_shared, count=count_accesses, race=self.race
+        )
+        record = abi.LaunchRecord(
+            entry=self._entry(kernel),
+            arguments=ctypes.addressof(bound.pointers),
+            blocks=chosen.ctypes.data,
+            regions=regions.records,
+            findings=(abi.FindingRecord * _MAX_FINDINGS)(),
+            waits=(abi.WaitRecord * _MAX_WAITS)(),
+            stacks=_stacks(block3[0] * block3[1] * block3[2]),
+            stack_bytes=_STACK_BYTES,
+            block_count=len(chosen),
+            dynamic_shared=dynamic_shared,
+            seed=seed & (2**64 - 1),
+            grid=abi.Dim3(*grid3),
+            block=abi.Dim3(*block3),
+            order=abi.ORDERS[order],
+            race=int(self.race),
+            region_count=len(regions.names),
+            finding_capacity=_MAX_FINDINGS,
+            wait_capacity=_MAX_WAITS,
+        )
+        with self._library.lock:
+            started = time.perf_counter()
+            status = self._library.handle.mhc_rt_launch(ctypes.byref(record))
+            seconds = time.perf_counter() - started
+        if status != 0:
+            raise EnvironmentFault("E-MEMORY", "the launch ran out of memory", where=kernel)
+        findings = self._findings(record, regions.names) + self._buffer_findings(bound, record)
+        bound.copy_back()
+        return LaunchReport(
+            kernel=kernel,
+            order=order,
+            seed=seed,
+            race=self.race,
+            findings=findings,
+            completed=bool(record.completed),
+            blocks_run=record.blocks_run,
+            switches=record.switches,
+            seconds=seconds,
+            accesses=regions.counts(bound) if count_accesses else {},
+            unwritten=regions.unwritten(bound) if self.race else {},
+            suppressed=record.suppressed,
+        )
+
+    def _signature(self, kernel: str) -> KernelSignature:
+        if kernel not in self.kernels:
+            raise UsageError("X-KERNEL", f"the module has no kernel {kernel!r}", hints=tuple(self.kernels))
+        return self.kernels[kernel]
+
+    def _entry(self, kernel: str) -> int:
+        address = ctypes.cast(self._library.handle[f"mhc_entry_{kernel}"], ctypes.c_void_p).value
+        assert address is not None
+        return address
+
+    def _shared_variables(self) -> tuple[debuginfo.SharedVariable, ...]:
+        if not self.race:
+            return ()
+        return tuple(v for v in debuginfo.read(self.path).shared if v.function)
+
+    def _renderer(self, names: Sequence[str]) -> Renderer:
+        return Renderer(debuginfo.read(self.path), self.source, source_name(self.name), names)
+
+    def _findings(self, record: abi.LaunchRecord, names: Sequence[str]) -> tuple[Finding, ...]:
+        if record.finding_count == 0:
+            return ()
+        renderer = self._renderer(names)
+        waits = record.waits[: record.wait_count]
+        return tuple(renderer.finding(found, waits) for found in record.findings[: record.finding_count])
+
+    def _buffer_findings(self, bound: Bound, record: abi.LaunchRecord) -> tuple[Finding, ...]:
+        """What only shows in the memory afterwards: a changed guard band or input."""
+        found = []
+        seen = {record.findings[i].region for i in range(record.finding_count)}
+        for index, item in enumerate(bound.buffers):
+            offset = item.buffer.broken_guard()
+            if offset is not None:
+                item.buffer.fill_guards()
+                if index not in seen:
+                    found.append(guard_finding(item.name, offset))
+            changed = item.changed_input()
+            if changed is not None and index not in seen:
+                found.append(input_finding(item.name, changed))
+        return tuple(found)
+
+
+class _Regions:
+    """The memory a launch may touch, as the runtime wants it: the buffers first, then shared memory."""
+
+    def __init__(
+        self,
+        bound: Bound,
+        shared: Sequence[debuginfo.SharedVariable],
+        dynamic_shared: int,
+        *,
+        count: bool,
+        race: bool,
+    ) -> None:
+        self.names = [item.name for item in bound.buffers]
+        self._counters: list[tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]] = []
+        rows = []
+        for item in bound.buffers:
+            flags = 0 if item.writable else abi.READONLY
+            flags |= abi.NEEDS_INIT if item.uninitialised else 0
+            row = abi.Region(
+                base=item.buffer.address,
+                size=item.buffer.nbytes,
+                guard=item.guard,
+                flags=flags,
+                element=item.element,
+            )
+            if count:
+                elements = -(-item.buffer.nbytes // item.element)
+                loads, stores = np.zeros(elements, np.uint32), np.zeros(elements, np.uint32)
+                row.loads, row.stores = loads.ctypes.data, stores.ctypes.data
+                self._counters.append((loads, stores))
+            rows.append(row)
+        if race:
+            for variable in shared:
+                rows.append(abi.Region(base=variable.offset, size=variable.size, flags=abi.SHARED_STATIC))
+                self.names.append(f"shared {variable.name}")
+            rows.append(abi.Region(size=dynamic_shared, flags=abi.SHARED_DYNAMIC))
+            self.names.append("dynamic shared")
+        self.records = (abi.Region * len(rows))(*rows)
+
+    def counts(self, bound: Bound) -> dict[str, AccessCounts]:
+        """Per array parameter, in the shape of its array."""
+        result = {}
+        for name, view in bound.views.items():
+            loads, stores = self._counters[view.index]
+            part = slice(
+                view.offset // view.array.itemsize, view.offset // view.array.itemsize + view.array.size
+            )
+            result[name] = AccessCounts(
+                loads[part].reshape(view.array.shape), stores[part].reshape(view.array.shape)
+            )
+        return result
+
+    def unwritten(self, bound: Bound) -> dict[str, int]:
+        """Per parameter that the caller called uninitialised."""
+        return {
+            name: int(self.records[view.index].unwritten)
+            for name, view in bound.views.items()
+            if bound.buffers[view.index].uninitialised
+        }
+
+
+def _load(path: Path) -> _Library:
+    with _libraries_lock:
+        if path not in _libraries:
+            try:
+                handle = ctypes.CDLL(str(path), mode=ctypes.RTLD_LOCAL)
+            except OSError as fault:
+                raise EnvironmentFault(
+                    "E-LOAD",
+                    f"a built module cannot be loaded: {fault}",
+                    where=str(path),
+                    hints=("set MHCGEN_CACHE_DIR to a directory whose file system allows execution",),
+                ) from fault
+            handle.mhc_rt_launch.argtypes = [ctypes.c_void_p]
+            handle.mhc_rt_launch.restype = ctypes.c_int
+            _libraries[path] = _Library(handle)
+        return _libraries[path]
+
+
+def _stacks(threads: int) -> int:
+    """Address of stacks for `threads` fibers: memory of this Python thread, kept and reused by all modules."""
+    wanted = threads * _STACK_BYTES
+    arena: mmap.mmap | None = getattr(_per_thread, "stacks", None)
+    if arena is None or len(arena) < wanted:
+        try:
+            arena = mmap.mmap(-1, wanted, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as fault:
+            raise EnvironmentFault("E-MEMORY", f"no memory for {threads} stacks: {fault}") from fault
+        # Each stack uses its first pages only; huge pages would commit all of it.
+        arena.madvise(mmap.MADV_NOHUGEPAGE)
+        _per_thread.stacks = arena
+    return ctypes.addressof(ctypes.c_char.from_buffer(arena))
+
+
+def _check_shapes(grid: tuple[int, int, int], block: tuple[int, int, int], dynamic_shared: int) -> None:
+    if any(size > limit for size, limit in zip(grid, _MAX_GRID, strict=True)):
+        raise UsageError("X-GRID", f"no GPU takes a grid of {grid}", hints=(f"at most {_MAX_GRID}",))
+    threads = block[0] * block[1] * block[2]
+    if not 1 <= threads <= MAX_THREADS or any(s > limit for s, limit in zip(block, _MAX_BLOCK, strict=True)):
+        raise UsageError(
+            "X-BLOCK", f"no GPU takes a block of {block}", hints=("1 to 1024 threads, z at most 64",)
+        )
+    if not 0 <= dynamic_shared <= MAX_DYNAMIC_SHARED:
+        raise UsageError(
+            "X-SHARED", f"dynamic shared memory must be 0 to {MAX_DYNAMIC_SHARED} bytes, not {dynamic_shared}"
+        )
+
+
+def _block_ids(
+    blocks: Iterable[int] | None, grid: tuple[int, int, int], order: str, seed: int
+) -> npt.NDArray[np.uint64]:
+    total = grid[0] * grid[1] * grid[2]
+    if blocks is None:
+        ids = np.arange(total, dtype=np.uint64)
+    else:
+        wanted = sorted({int(b) for b in blocks})
+        if wanted and not (wanted[0] >= 0 and wanted[-1] < total):
+            raise UsageError("X-BLOCKS", f"block ids must lie in 0 to {total - 1}", where=str(wanted[-1]))
+        ids = np.array(wanted, dtype=np.uint64)
+    if order == "descending":
+        return ids[::-1].copy()
+    if order == "random":
+        return np.random.default_rng(seed & (2**64 - 1)).permutation(ids)
+    return ids

@@ -1,0 +1,145 @@
+"""Turns the runtime's finding records into `Finding`s: names, source lines, sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mhcgen.backends.host import abi
+from mhcgen.backends.host.debuginfo import DebugInfo
+from mhcgen.backends.host.findings import Finding, Place
+
+# One sentence per rule. Fields: first and second place, mask, value, lanes.
+_SENTENCES = {
+    "race": "no barrier orders these two accesses",
+    "uninit": "this memory is read before anything was written to it",
+    "write-to-const": "the kernel writes to an array that it may only read",
+    "barrier-lines": "threads meet at a block barrier from different lines",
+    "barrier-kinds": "threads meet at a block barrier through different functions",
+    "barrier-exited": "a block barrier is passed although a thread of the block has returned",
+    "barrier-diverged": "a block barrier is reached by a part of a warp only; the rest waits elsewhere",
+    "mask-without-self": "a lane calls a warp operation whose mask lacks it",
+    "mask-lines": "lanes meet in one warp operation from different lines",
+    "mask-lanes-absent": "a lane named in the mask does not come; it waits elsewhere",
+    "mask-width": "the width of a shuffle must be a power of two up to 32, not {value}",
+    "shuffle-inactive": "the source lane of a shuffle does not take part; its value is undefined",
+    "oob-guard": "the access lies outside the array",
+    "oob-wild": "the access lies in no array at all (address {value:#x}); the launch was stopped before it",
+    "oob-shared": "the access lies in shared memory, but in no shared variable",
+    "oob-index": "index {signed} lies outside a declared array; the launch was stopped before the access",
+    "oob-dynamic-guard": "a write lies behind the dynamic shared memory of the launch",
+    "deadlock-waiting": "{value} live threads all wait",
+    "deadlock-spinning": "threads only yield in __nanosleep and nothing else happens: a wait that cannot end",
+    "stack": "the thread used more stack than the executor gives it",
+    "trap": "the kernel called __trap",
+}
+
+
+class Renderer:
+    """Renders the records of one launch.
+
+    Args:
+        info: of the module, for source lines.
+        source: text of the emission, to quote its lines.
+        file: name of the emission as the compiler knows it.
+        buffers: name per region of the launch.
+    """
+
+    def __init__(self, info: DebugInfo, source: str, file: str, buffers: Sequence[str]) -> None:
+        self._info = info
+        self._lines = source.split("\n")
+        self._file = file
+        self._buffers = buffers
+
+    def finding(self, record: abi.FindingRecord, waits: Sequence[abi.WaitRecord]) -> Finding:
+        """The finding of one record; `waits` are quoted in deadlocks."""
+        kind = abi.KINDS[record.kind]
+        rule = abi.RULES[record.detail] or kind
+        places = tuple(place for side in (0, 1) if (place := self._place(record, side, kind)) is not None)
+        buffer = "" if record.region == abi.NONE else self._buffers[record.region]
+        if rule in ("oob-dynamic-guard", "oob-shared") and not buffer:
+            buffer = "dynamic shared" if rule == "oob-dynamic-guard" else "shared"
+        has_offset = bool(buffer)
+        mask = record.mask if kind in ("mask", "shuffle") or rule == "barrier-diverged" else None
+        draft = Finding(
+            kind=kind,
+            rule=rule,
+            scope=abi.SCOPES[record.scope],
+            buffer=buffer,
+            offset=record.offset if has_offset else None,
+            size=record.size,
+            places=places,
+            mask=mask,
+            count=record.count,
+        )
+        return with_text(draft, self._text(draft, record.value, waits))
+
+    def _place(self, record: abi.FindingRecord, side: int, kind: str) -> Place | None:
+        thread, line, pc = record.thread[side], record.line[side], record.pc[side]
+        if thread == abi.NONE:
+            return Place(block=record.block[0]) if side == 0 and kind == "oob" else None
+        action, file = "", self._file if line else ""
+        if pc:
+            flags = record.access[side]
+            action = (
+                "atomic" if flags & abi.ACCESS_ATOMIC else "write" if flags & abi.ACCESS_WRITE else "read"
+            )
+            # The recorded address is the return address of the callback: the access is just before it.
+            file, line = self._info.place(pc - 1) or ("", 0)
+        return Place(block=record.block[side], thread=thread, action=action, file=file, line=line)
+
+    def _text(self, finding: Finding, value: int, waits: Sequence[abi.WaitRecord]) -> str:
+        signed = value - (1 << 64) if value >> 63 else value
+        sentence = _SENTENCES[finding.rule].format(value=value, signed=signed)
+        head = f"{finding.kind}{' ' + finding.scope if finding.scope else ''}: "
+        if finding.buffer:
+            head += f"{finding.buffer}{finding.offset:+d}: "
+        lines = [head + sentence + (f" ({finding.count} times)" if finding.count > 1 else "")]
+        if finding.mask is not None:
+            lines.append(f"    mask {finding.mask:#010x}")
+        for place in finding.places:
+            lines.append(f"    {place}")
+            if place.file == self._file and 0 < place.line <= len(self._lines):
+                lines.append(f"      | {self._lines[place.line - 1].strip()}")
+        if finding.kind == "deadlock":
+            lines += [f"    {self._wait(wait)}" for wait in waits]
+        return "\n".join(lines)
+
+    def _wait(self, wait: abi.WaitRecord) -> str:
+        if wait.kind == abi.WAIT_BLOCK:
+            what = abi.BLOCK_OPS[wait.op]
+        else:
+            what = f"{abi.WARP_OPS[wait.op]}({wait.mask:#010x})"
+        return f"warp {wait.warp}, lanes {_lanes(wait.lanes)} wait in {what} at {self._file}:{wait.line}"
+
+
+def with_text(finding: Finding, text: str) -> Finding:
+    """The same finding with its text."""
+    fields = {name: getattr(finding, name) for name in finding.__dataclass_fields__}
+    return Finding(**{**fields, "text": text})
+
+
+def _lanes(bits: int) -> str:
+    """0xff01 -> '0,8-15'."""
+    runs: list[list[int]] = []
+    for lane in range(32):
+        if not bits >> lane & 1:
+            continue
+        if runs and runs[-1][1] == lane - 1:
+            runs[-1][1] = lane
+        else:
+            runs.append([lane, lane])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+
+
+def guard_finding(buffer: str, offset: int) -> Finding:
+    """A write past an array, known only by the guard band it changed."""
+    text = (
+        f"oob: {buffer}{offset:+d}: a write changed the guard band of the array; a race build names the line"
+    )
+    return Finding("oob", "oob-guard", buffer=buffer, offset=offset, text=text)
+
+
+def input_finding(buffer: str, offset: int) -> Finding:
+    """A write to a read-only array, known only by the changed bytes."""
+    text = f"write-to-const: {buffer}{offset:+d}: the kernel changed an array that it may only read"
+    return Finding("write-to-const", "write-to-const", buffer=buffer, offset=offset, text=text)

@@ -1,0 +1,149 @@
+// Which fiber runs next, and the life of a fiber. The fiber that gives up its turn picks its successor itself, so
+// a turn costs one switch.
+#pragma once
+
+#include "machine.h"
+#include "report.h"
+
+// Yields without any barrier, exit or warp operation in between, per live thread, that count as a livelock.
+constexpr unsigned MAX_IDLE_YIELDS = 4096;
+
+static inline void make_ready(Fiber* fiber) {
+  fiber->state = State::Ready;
+  fiber->cta->warps[fiber->warp()].ready |= 1u << fiber->lane();
+  ++fiber->cta->ready;
+}
+
+static inline void make_waiting(Fiber* fiber, State state) {
+  fiber->state = state;
+  fiber->cta->warps[fiber->warp()].ready &= ~(1u << fiber->lane());
+  --fiber->cta->ready;
+}
+
+static inline void shuffle_priorities(Cta* cta) {
+  for (unsigned i = cta->warp_count; i > 1; --i) {
+    const unsigned j = cta->random.below(i);
+    const unsigned char held = cta->warp_priority[i - 1];
+    cta->warp_priority[i - 1] = cta->warp_priority[j];
+    cta->warp_priority[j] = held;
+  }
+}
+
+static inline unsigned lowest(unsigned bits) { return static_cast<unsigned>(__builtin_ctz(bits)); }
+static inline unsigned highest(unsigned bits) { return 31u - static_cast<unsigned>(__builtin_clz(bits)); }
+
+// The pickers may assume that some fiber is ready.
+static Fiber* pick_ascending(Cta* cta) {  // the cursor is the lowest candidate
+  if (cta->cursor == cta->threads) cta->cursor = 0;
+  unsigned warp = cta->cursor / WARP;
+  unsigned bits = cta->warps[warp].ready & ~0u << cta->cursor % WARP;
+  while (bits == 0) {
+    warp = warp + 1 == cta->warp_count ? 0 : warp + 1;
+    bits = cta->warps[warp].ready;
+  }
+  const unsigned linear = warp * WARP + lowest(bits);
+  cta->cursor = linear + 1;
+  return &cta->fibers[linear];
+}
+
+static Fiber* pick_descending(Cta* cta) {  // the cursor is one above the highest candidate
+  if (cta->cursor == 0) cta->cursor = cta->threads;
+  unsigned warp = (cta->cursor - 1) / WARP;
+  unsigned bits = cta->warps[warp].ready & ~0u >> (WARP - 1 - (cta->cursor - 1) % WARP);
+  while (bits == 0) {
+    warp = (warp == 0 ? cta->warp_count : warp) - 1;
+    bits = cta->warps[warp].ready;
+  }
+  const unsigned linear = warp * WARP + highest(bits);
+  cta->cursor = linear;
+  return &cta->fibers[linear];
+}
+
+static Fiber* pick_random(Cta* cta) {
+  unsigned skip = cta->random.below(cta->ready);
+  unsigned warp = 0;
+  for (;; ++warp) {
+    const unsigned here = static_cast<unsigned>(__builtin_popcount(cta->warps[warp].ready));
+    if (skip < here) break;
+    skip -= here;
+  }
+  unsigned bits = cta->warps[warp].ready;
+  while (skip-- > 0) bits &= bits - 1;
+  return &cta->fibers[warp * WARP + lowest(bits)];
+}
+
+static Fiber* pick_warp_greedy(Cta* cta) {
+  unsigned rank = 0;
+  while (cta->warps[cta->warp_priority[rank]].ready == 0) ++rank;
+  const unsigned warp = cta->warp_priority[rank];
+  return &cta->fibers[warp * WARP + lowest(cta->warps[warp].ready)];
+}
+
+static Fiber* pick_next(Cta* cta) {
+  if (cta->ready == 0) return nullptr;
+  switch (cta->launch->request->order) {
+    case MHC_DESCENDING: return pick_descending(cta);
+    case MHC_RANDOM: return pick_random(cta);
+    case MHC_WARP_GREEDY: return pick_warp_greedy(cta);
+    default: return pick_ascending(cta);
+  }
+}
+
+// Give the turn to another fiber, or to the OS thread if none is ready. Returns when it is `self`'s turn again.
+static void give_up_turn(Fiber* self) {
+  Cta* cta = self->cta;
+  Fiber* next = pick_next(cta);
+  if (next == self) return;
+  ++cta->launch->request->switches;
+  running = next;
+  context_switch(self->context, next != nullptr ? next->context : cta->home);
+}
+
+// Leave the launch for good, from the running fiber: what follows would crash or has no meaning.
+[[noreturn]] static void stop_launch() {
+  Fiber* self = running;
+  self->cta->launch->stopped = true;
+  running = nullptr;
+  context_switch(self->context, self->cta->home);
+  __builtin_unreachable();
+}
+
+static void thread_ended(Fiber* fiber);  // sync.h: an exit may complete what others wait for
+
+static void fiber_main() {
+  Fiber* self = running;
+  const MhcLaunch* request = self->cta->launch->request;
+  request->entry(request->arguments);
+  thread_ended(self);
+  give_up_turn(self);
+  __builtin_unreachable();
+}
+
+static inline char* stack_of(const Cta* cta, unsigned linear) {
+  const MhcLaunch* request = cta->launch->request;
+  return request->stacks + linear * request->stack_bytes;
+}
+
+static void prepare_fiber(Cta* cta, unsigned linear) {
+  Fiber* fiber = &cta->fibers[linear];
+  const MhcDim3 shape = cta->launch->request->block;
+  fiber->cta = cta;
+  fiber->linear = linear;
+  fiber->index = {linear % shape.x, linear / shape.x % shape.y, linear / shape.x / shape.y};
+  char* stack = stack_of(cta, linear);
+  *reinterpret_cast<uint64_t*>(stack) = STACK_CANARY;
+  // Stacks that start at equal offsets in their pages fight for the same sets of the L1 cache: shift each.
+  const uint64_t colour = linear % 61 * 64;
+  context_prepare(fiber->context, stack, cta->launch->request->stack_bytes - colour, fiber_main);
+  make_ready(fiber);
+}
+
+static void check_stacks(Cta* cta) {
+  for (unsigned i = 0; i < cta->threads; ++i) {
+    if (*reinterpret_cast<uint64_t*>(stack_of(cta, i)) == STACK_CANARY) continue;
+    MhcFinding finding = blank_finding(MHC_STACK, MHC_NO_DETAIL);
+    put_thread(finding, 0, &cta->fibers[i], 0);
+    record(cta->launch, finding);
+    cta->launch->stopped = true;
+  }
+}
