@@ -32,6 +32,8 @@ WORKING_REGISTERS = 44
 #: Floats of one chunk a streaming thread holds at once (n streams of `chunk` columns).
 CHUNK_FLOATS = 64
 DEFAULT_WARPS = 8
+#: Longest run of y or z a thread keeps in registers between collapse, norm and quant.
+KEPT_COLUMNS = 16
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8_e4m3": 1, "int32": 4}
 
 #: Kinds that need every column of a token in one block.
@@ -161,8 +163,11 @@ def _slab_streams(plan: Plan, kernel: Kernel, stages: tuple[Stage, ...]) -> tupl
 
 
 def registers_per_thread(warps: int) -> int:
-    """Registers each thread may use so that one block of that many warps fits an SM."""
-    return min(MAX_REGISTERS, REGISTERS_PER_SM // (warps * 32) // 8 * 8)
+    """Registers each thread may use so that one block of that many warps fits an SM.
+
+    An SM hands registers to warps in fours, eight registers a thread at a time.
+    """
+    return min(MAX_REGISTERS, REGISTERS_PER_SM // (-(-warps // 4) * 4 * 32) // 8 * 8)
 
 
 def _slab_geometry(
@@ -175,25 +180,18 @@ def _slab_geometry(
         return None
     n, hidden = program.dim("n"), program.dim("H")
     kinds = {stage.kind for stage in stages}
-    own = options.mix_warp == "own" or (
-        options.mix_warp == "auto" and bool(kinds & set(MIXING)) and "collapse" in kinds
-    )
-    extra = 1 if own else 0
-    candidates = [MAX_WARPS - extra] if options.threads is None else [options.threads // 32 - extra]
-    if candidates[0] < 1:
-        raise refuse(
-            "place", "L-THREADS", kernel.name, "a Sinkhorn warp of its own leaves no data warp in this block",
-            "use at least 64 threads, or --mix-warp shared",
-        )
-    run = _run(hidden, candidates[0] * 32, chunk)
-    data_warps = candidates[0] if options.threads is not None else -(-hidden // (32 * run))
-    need = len(streams) * n * run + WORKING_REGISTERS
-    # Fewer, wider threads have more registers each; try them while the slab does not fit.
-    while options.threads is None and need > registers_per_thread(data_warps + extra) and data_warps > 1:
-        run *= 2
-        data_warps = -(-hidden // (32 * run))
+    may_own = bool(kinds & set(MIXING)) and ("collapse" in kinds or options.mix_warp == "own")
+    # A warp of its own for the mixes is worth having, a slab in registers more so.
+    extras = {"own": (1,), "shared": (0,)}.get(options.mix_warp, (1, 0))
+    if not may_own:
+        extras = (0,)
+    for extra in extras:
+        run, data_warps = _slab_run(options, extra, hidden, chunk, len(streams) * n, kernel.name)
         need = len(streams) * n * run + WORKING_REGISTERS
-    have = registers_per_thread(data_warps + extra)
+        have = registers_per_thread(data_warps + extra)
+        if need <= have:
+            break
+    own = extra == 1
     fits = f"{n} x {run} floats a thread and {WORKING_REGISTERS} to work with, of {have} registers"
     if need > have:
         if options.slab == "registers":
@@ -216,6 +214,26 @@ def _slab_geometry(
         columns=_columns(plan, run, chunk),
         places=tuple(Place(t, "thread") for t in streams),
     )
+
+
+def _slab_run(
+    options: Options, extra: int, hidden: int, chunk: int, floats: int, kernel: str
+) -> tuple[int, int]:
+    """Run and data warps for a slab of `floats` registers a column; fewer, wider threads while it does not fit."""
+    most = MAX_WARPS - extra if options.threads is None else options.threads // 32 - extra
+    if most < 1:
+        raise refuse(
+            "place", "L-THREADS", kernel, "a Sinkhorn warp of its own leaves no data warp in this block",
+            "use at least 64 threads, or --mix-warp shared",
+        )
+    run = _run(hidden, most * 32, chunk)
+    if options.threads is not None:
+        return run, most
+    data_warps = -(-hidden // (32 * run))
+    while floats * run + WORKING_REGISTERS > registers_per_thread(data_warps + extra) and data_warps > 1:
+        run *= 2
+        data_warps = -(-hidden // (32 * run))
+    return run, data_warps
 
 
 def _streaming(plan: Plan, kernel: Kernel, mixes: bool, chunk: int, log: list[LogEntry]) -> Kernel:
@@ -303,7 +321,7 @@ def _places(
 ) -> tuple[Place, ...]:
     places: dict[str, Place] = {place.tensor: place for place in kernel.places}
     columns = kernel.columns
-    keep = columns is not None and columns.run <= 32
+    keep = columns is not None and columns.run <= KEPT_COLUMNS
     for stage in stages:
         kind = KINDS[stage.kind]
         for slot, tensor in stage.results:

@@ -113,6 +113,8 @@ class Context:
         **fields: AttrValue,
     ) -> Step:
         """Append a step; early steps go before everything that waits."""
+        if "unroll" in fields and any(name in ("streams", "column") for name, _ in declares):
+            fields["unroll"] = self.columns.chunks  # registers are indexed by constants only
         made = Step(
             name=f"{stage.name}.{piece}",
             stage=stage.name,
@@ -135,13 +137,11 @@ class Context:
     def column_fields(self) -> dict[str, AttrValue]:
         """Fields every column step has."""
         c = self.columns
-        in_registers = any(p.space == "thread" for p in self.kernel.places)
-        unroll = c.chunks if in_registers or c.chunks <= 4 else 1
         return {
             "run": c.run,
             "chunk": c.chunk,
             "chunks": c.chunks,
-            "unroll": unroll,
+            "unroll": 1,
             "hidden": self.hidden,
             "first": "column_first",
         }

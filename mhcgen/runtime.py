@@ -1,0 +1,471 @@
+"""A Plan made callable: arrays in by name, arrays out by name.
+
+`Module` checks what it is given, allocates what it was not given, and launches the Plan's kernels in order on a
+runner: the CPU executor, or CuPy on the caller's current stream and device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import ml_dtypes
+import numpy as np
+
+from mhcgen.backends.signature import KernelSignature
+from mhcgen.errors import EnvironmentFault, InputError, InputTypeError, UsageError
+from mhcgen.ir import Stage, Tensor
+from mhcgen.lower import signature, tensors_of
+from mhcgen.passes.fuse import OPAQUE_KINDS
+from mhcgen.plan import Kernel, Plan
+
+#: dtype name -> numpy dtype that carries it on the host; bf16 is ml_dtypes', never plain uint16.
+NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
+    "fp32": np.dtype(np.float32),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "fp16": np.dtype(np.float16),
+    "int8": np.dtype(np.int8),
+    "fp8_e4m3": np.dtype(np.uint8),
+    "int32": np.dtype(np.int32),
+}
+VECTOR_ALIGNMENT = 16
+
+#: A branch: the stage's operands by slot, to its result.
+Branch = Callable[..., Any]
+
+
+class Runner(Protocol):
+    """Where kernels run."""
+
+    name: str
+
+    def check_array(self, name: str, value: Any) -> Any:
+        """The array itself, or an InputTypeError if it is not of this runner's kind."""
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
+        """An array whose contents mean nothing; poisoned with 0xff bytes on the host."""
+
+    def address(self, array: Any) -> int:
+        """Address of its first element."""
+
+    def dtype_name(self, array: Any) -> str:
+        """Its dtype as errors name it."""
+
+    def launch(
+        self, kernel: Kernel, scalar: bool, grid: tuple[int, int], args: list[Any], fresh: tuple[str, ...],
+        **options: Any,
+    ) -> Any:
+        """Launch one kernel; `fresh` names parameters it is the first to write."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What one launch was: the kernel that ran, its grid, and the runner's report (None on a GPU)."""
+
+    kernel: str
+    grid: tuple[int, int]
+    scalar: bool
+    report: Any
+
+
+class Module:
+    """A loaded Plan.
+
+    Args:
+        plan: a finished Plan.
+        runner: where it runs.
+
+    Attributes:
+        counts: launches per kernel name since loading.
+        launches: the launches of the last call, in order.
+    """
+
+    def __init__(self, plan: Plan, runner: Runner) -> None:
+        self.plan = plan
+        self.program = plan.program
+        self.runner = runner
+        self.counts: dict[str, int] = {kernel.name: 0 for kernel in plan.kernels}
+        self.launches: list[Launch] = []
+        self._order = _launch_order(plan)
+
+    # ---- calling --------------------------------------------------------------------------------
+    def __call__(
+        self,
+        *,
+        out: Mapping[str, Any] | None = None,
+        branches: Mapping[str, Branch] | None = None,
+        launch_options: Mapping[str, Any] | None = None,
+        **tensors: Any,
+    ) -> dict[str, Any]:
+        """Run the Program.
+
+        Args:
+            out: arrays to write results and intermediate values into, by tensor name; the rest is allocated.
+            branches: opaque stage name to a callable of its operands by slot; needed where the Program has one.
+            launch_options: passed to the runner (host: order, seed, blocks, count_accesses; cuda: stream).
+            tensors: every input and parameter by name; shapes and dtypes as in the Program.
+
+        Returns:
+            Every result by name.
+
+        Raises:
+            InputError: `I-MISSING`, `I-UNKNOWN`, `I-SHAPE`, `I-LAYOUT`, `I-TOKENS`, `I-BRANCH`, `I-OVERLAP`.
+            InputTypeError: `I-DTYPE`, `I-ARRAY`.
+        """
+        tokens = self._check_inputs(tensors)
+        arrays: dict[str, Any] = dict(tensors)
+        for name, array in (out or {}).items():
+            self._check_out(name, array, tokens, tensors)
+            arrays[name] = array
+        for tensor in self.program.of_role("value", "result"):
+            if tensor.name not in arrays and self._is_global(tensor.name):
+                arrays[tensor.name] = self.runner.empty(self.program.shape(tensor.name, tokens), tensor.dtype)
+        self.launches = []
+        for unit in self._order:
+            if isinstance(unit, Stage):
+                self._branch(unit, arrays, branches or {}, tokens)
+            elif tokens > 0:
+                self._launch(unit, arrays, tokens, dict(launch_options or {}))
+        return {t.name: arrays[t.name] for t in self.program.of_role("result")}
+
+    def _is_global(self, tensor: str) -> bool:
+        """Whether any kernel has a pointer to it (opaque stages always do)."""
+        opaque = any(
+            tensor in (*s.reads, *s.writes) for s in self.program.stages_of_kind(*OPAQUE_KINDS)
+        )
+        return opaque or any(tensor in tensors_of(self.plan, kernel) for kernel in self.plan.kernels)
+
+    def _launch(self, kernel: Kernel, arrays: dict[str, Any], tokens: int, options: dict[str, Any]) -> None:
+        names = tensors_of(self.plan, kernel)
+        args = [arrays[name] for name in names]
+        scalar = any(self.runner.address(array) % VECTOR_ALIGNMENT for array in args)
+        blocks = kernel.columns.blocks if kernel.columns is not None else 1
+        grid = (tokens, blocks)
+        written = tuple(
+            p.name for p, name in zip(signature(self.plan, kernel).params, names, strict=False)
+            if p.writable and self.plan.made_in(kernel, name)
+        )
+        report = self.runner.launch(kernel, scalar, grid, [*args, tokens], written, **options)
+        self.counts[kernel.name] += 1
+        self.launches.append(Launch(kernel.name, grid, scalar, report))
+
+    def _branch(
+        self, stage: Stage, arrays: dict[str, Any], branches: Mapping[str, Branch], tokens: int
+    ) -> None:
+        if stage.name not in branches:
+            raise InputError(
+                "I-BRANCH",
+                f"the Program has the opaque stage {stage.name}, and no callable was given for it",
+                where=f"branches[{stage.name!r}]",
+                hints=(f"pass branches={{{stage.name!r}: f}}; f gets its operands by name",),
+            )
+        operands = {slot: arrays[name] for slot, name in stage.operands}
+        made = branches[stage.name](**operands)
+        (_, name), = stage.results
+        self._check_array(self.program.tensor(name), made, tokens)
+        arrays[name] = made
+
+    # ---- checks ---------------------------------------------------------------------------------
+    def _check_inputs(self, tensors: Mapping[str, Any]) -> int:
+        wanted = self.program.of_role("input", "parameter")
+        known = {tensor.name for tensor in wanted}
+        for name in tensors:
+            if name not in known:
+                raise InputError(
+                    "I-UNKNOWN", f"the Program has no input {name!r}", where=name,
+                    notes=(f"inputs: {', '.join(sorted(known))}",), hints=("remove it or correct its name",),
+                )
+        tokens: int | None = None
+        first = ""
+        for tensor in wanted:
+            if tensor.name not in tensors:
+                raise InputError(
+                    "I-MISSING", f"input {tensor.name} is missing", where=tensor.name,
+                    notes=(f"it is {tensor.dtype} of shape {_shape_text(self.plan, tensor)}",),
+                    hints=(f"pass {tensor.name}=...",),
+                )
+            array = self.runner.check_array(tensor.name, tensors[tensor.name])
+            if "T" in tensor.shape:
+                if array.ndim != len(tensor.shape):
+                    raise _shape_error(self.plan, tensor, array.shape)
+                have = int(array.shape[tensor.shape.index("T")])
+                if tokens is None:
+                    tokens, first = have, tensor.name
+                elif have != tokens:
+                    raise InputError(
+                        "I-SHAPE", f"{tensor.name} has {have} tokens and {first} has {tokens}",
+                        where=tensor.name, hints=("every per-token input has the same T",),
+                    )
+        assert tokens is not None
+        limit = 2**31 // self.program.dim("n") - 1
+        if tokens > limit:
+            raise InputError(
+                "I-TOKENS", f"T = {tokens} exceeds {limit}", where=first, hints=("split the batch",)
+            )
+        for tensor in wanted:
+            self._check_array(tensor, tensors[tensor.name], tokens)
+        return tokens
+
+    def _check_array(self, tensor: Tensor, array: Any, tokens: int) -> None:
+        array = self.runner.check_array(tensor.name, array)
+        have = self.runner.dtype_name(array)
+        want = NUMPY_DTYPES[tensor.dtype]
+        if have != want.name:
+            raise InputTypeError(
+                "I-DTYPE", f"{tensor.name} has dtype {have}, and {want.name} ({tensor.dtype}) is wanted",
+                where=tensor.name, hints=(_dtype_hint(tensor.dtype, have),),
+            )
+        if tuple(array.shape) != self.program.shape(tensor.name, tokens):
+            raise _shape_error(self.plan, tensor, array.shape)
+        if not array.flags.c_contiguous:
+            raise InputError(
+                "I-LAYOUT", f"{tensor.name} is not C-contiguous (strides {array.strides})", where=tensor.name,
+                hints=("pass a contiguous copy, e.g. np.ascontiguousarray or cupy.ascontiguousarray",),
+            )
+
+    def _check_out(self, name: str, array: Any, tokens: int, tensors: Mapping[str, Any]) -> None:
+        made = {t.name: t for t in self.program.of_role("value", "result")}
+        if name not in made:
+            raise InputError(
+                "I-UNKNOWN", f"the Program writes no {name!r}", where=f"out[{name!r}]",
+                hints=(f"it writes {', '.join(made)}",),
+            )
+        self._check_array(made[name], array, tokens)
+        start, end = self.runner.address(array), self.runner.address(array) + int(array.nbytes)
+        for other, given in tensors.items():
+            begin = self.runner.address(given)
+            if start < begin + int(given.nbytes) and begin < end:
+                raise InputError(
+                    "I-OVERLAP", f"out {name} overlaps input {other}", where=f"out[{name!r}]",
+                    hints=("give each result memory of its own; inputs are never mutated",),
+                )
+
+
+def _shape_text(plan: Plan, tensor: Tensor) -> str:
+    sizes = [str(d) if d == "T" else str(plan.program.dim(d)) for d in tensor.shape]
+    return f"[{', '.join(sizes)}]"
+
+
+def _shape_error(plan: Plan, tensor: Tensor, have: tuple[int, ...]) -> InputError:
+    return InputError(
+        "I-SHAPE",
+        f"{tensor.name} has shape {list(have)}, and {_shape_text(plan, tensor)} is wanted",
+        where=tensor.name,
+        notes=(f"this emission is for n = {plan.program.dim('n')}, H = {plan.program.dim('H')}",),
+        hints=("emit for the shape you have, or pass the array of this shape",),
+    )
+
+
+def _dtype_hint(want: str, have: str) -> str:
+    if want == "bf16" and have == "uint16":
+        return "plain uint16 is never taken for bf16; use array.view(ml_dtypes.bfloat16) if that is what it holds"
+    return f"convert it explicitly to {NUMPY_DTYPES[want].name}"
+
+
+def _launch_order(plan: Plan) -> tuple[Kernel | Stage, ...]:
+    """Kernels and opaque stages in an order that respects every tensor."""
+    done: set[str] = {t.name for t in plan.program.of_role("input", "parameter")}
+    units: list[Kernel | Stage] = []
+    waiting: list[Kernel | Stage] = [
+        *plan.kernels, *plan.program.stages_of_kind(*OPAQUE_KINDS),
+    ]
+    while waiting:
+        for unit in waiting:
+            stages = (unit,) if isinstance(unit, Stage) else plan.kernel_stages(unit)
+            made = {t for stage in stages for t in stage.writes}
+            if all(t in done or t in made for stage in stages for t in stage.reads):
+                units.append(unit)
+                done |= made
+                waiting.remove(unit)
+                break
+    return tuple(units)
+
+
+# ---- runners ----------------------------------------------------------------------------------------
+class HostRunner:
+    """The CPU executor; arrays are numpy's.
+
+    Args:
+        plan: what to run.
+        race: instrument memory accesses; several times slower.
+        compiler: C++ compiler command; None searches.
+        order, seed: default thread order of launches.
+    """
+
+    name = "host"
+
+    def __init__(
+        self, plan: Plan, *, race: bool = False, compiler: str | None = None, order: str = "ascending",
+        seed: int = 0, source: str | None = None,
+    ) -> None:
+        self.plan = plan
+        self.race = race
+        self.compiler = compiler
+        self.order = order
+        self.seed = seed
+        self._source = source
+        self._modules: dict[bool, Any] = {}
+
+    def check_array(self, name: str, value: Any) -> Any:
+        """numpy arrays only."""
+        if not isinstance(value, np.ndarray):
+            raise InputTypeError(
+                "I-ARRAY", f"{name} is a {type(value).__module__}.{type(value).__name__}, and the host backend "
+                "takes numpy arrays",
+                where=name, hints=("convert it explicitly, e.g. cupy.asnumpy(array) or tensor.cpu().numpy()",),
+            )
+        return value
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
+        """A guard-banded, poisoned array."""
+        from mhcgen.backends.host import HostBuffer
+
+        return HostBuffer(shape, NUMPY_DTYPES[dtype]).array
+
+    def address(self, array: Any) -> int:
+        """Address of the first byte."""
+        return int(array.ctypes.data) if array.size else 0
+
+    def dtype_name(self, array: Any) -> str:
+        """numpy's name of the dtype."""
+        return str(array.dtype.name)
+
+    def module(self, scalar: bool = False) -> Any:
+        """The compiled emission, or its twin with element loads."""
+        from mhcgen.backends import host
+
+        if scalar not in self._modules:
+            source, signatures = _text(self.plan, scalar)
+            if self._source is not None:
+                source = self._source
+            host_signatures = [
+                host.KernelSignature(s.name, tuple(host.Param(p.name, p.ctype, p.writable) for p in s.params))
+                for s in signatures
+            ]
+            self._modules[scalar] = host.HostModule(
+                source, host_signatures, race=self.race, compiler=self.compiler
+            )
+        return self._modules[scalar]
+
+    def launch(
+        self, kernel: Kernel, scalar: bool, grid: tuple[int, int], args: list[Any], fresh: tuple[str, ...],
+        **options: Any,
+    ) -> Any:
+        """Run one kernel and return its LaunchReport."""
+        settings = {"order": self.order, "seed": self.seed, **options}
+        return self.module(scalar).launch(
+            kernel.name, grid, kernel.threads, args, uninitialised=fresh if self.race else frozenset(), **settings
+        )
+
+
+def _text(plan: Plan, scalar: bool) -> tuple[str, list[KernelSignature]]:
+    """Source and signatures of a plan, or of its twin with element loads."""
+    from dataclasses import replace
+
+    from mhcgen.passes import run_pipeline
+
+    if scalar and not plan.options.scalar:
+        plan = run_pipeline(plan.program, replace(plan.options, scalar=True), command=plan.command)
+    return plan.source, [signature(plan, kernel) for kernel in plan.kernels]
+
+
+class CudaRunner:
+    """CuPy: the caller's current stream and device; arrays are CuPy's.
+
+    Args:
+        plan: what to run.
+        compile: `auto`, `nvrtc` (exact) or `cupy` (flushes subnormals).
+    """
+
+    name = "cuda"
+
+    def __init__(self, plan: Plan, *, compile: str = "auto", source: str | None = None) -> None:
+        from mhcgen.backends import cuda
+
+        self.plan = plan
+        self._cuda = cuda
+        self._compile = compile
+        self._source = source
+        self._modules: dict[bool, Any] = {}
+        usable, reason = cuda.is_available()
+        if not usable:
+            raise EnvironmentFault(
+                "E-NO-GPU", f"the cuda backend is not usable: {reason}", where="--backend cuda",
+                hints=("`mhcgen doctor` says what is missing", "use --backend host"),
+            )
+
+    def check_array(self, name: str, value: Any) -> Any:
+        """CuPy arrays only."""
+        if not type(value).__module__.startswith("cupy"):
+            raise InputTypeError(
+                "I-ARRAY", f"{name} is a {type(value).__module__}.{type(value).__name__}, and the cuda backend "
+                "takes CuPy arrays",
+                where=name, hints=("move it explicitly, e.g. cupy.asarray(array)",),
+            )
+        return value
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
+        """An uninitialised array on the current device."""
+        import cupy
+
+        return cupy.empty(shape, NUMPY_DTYPES[dtype])
+
+    def address(self, array: Any) -> int:
+        """Device address of the first byte."""
+        return int(array.data.ptr) if array.size else 0
+
+    def dtype_name(self, array: Any) -> str:
+        """Name of the dtype."""
+        return str(array.dtype.name)
+
+    def module(self, scalar: bool = False) -> Any:
+        """The compiled emission, or its twin with element loads."""
+        if scalar not in self._modules:
+            source, signatures = _text(self.plan, scalar)
+            if self._source is not None:
+                source = self._source
+            self._modules[scalar] = self._cuda.CudaModule(source, signatures, compile=self._compile)
+        return self._modules[scalar]
+
+    def launch(
+        self, kernel: Kernel, scalar: bool, grid: tuple[int, int], args: list[Any], fresh: tuple[str, ...],
+        **options: Any,
+    ) -> Any:
+        """Launch one kernel on the current stream; returns None, nothing is waited for."""
+        self.module(scalar).launch(kernel.name, (*grid, 1), (kernel.threads, 1, 1), args, **options)
+
+
+def load(plan: Plan, backend: str = "auto", **options: Any) -> Module:
+    """A Module for a Plan.
+
+    Args:
+        plan: a finished Plan.
+        backend: `host`, `cuda`, or `auto` (cuda where it is usable).
+        options: those of `HostRunner` or `CudaRunner`.
+
+    Raises:
+        UsageError: `U-BACKEND`.
+        EnvironmentFault: no compiler, no GPU.
+    """
+    if backend == "auto":
+        backend = "cuda" if cuda_usable() else "host"
+    if backend == "host":
+        return Module(plan, HostRunner(plan, **options))
+    if backend == "cuda":
+        return Module(plan, CudaRunner(plan, **options))
+    raise UsageError(
+        "U-BACKEND", f"backend must be auto, host or cuda, got {backend!r}", where="--backend",
+        hints=("choose one of auto, host, cuda",),
+    )
+
+
+def cuda_usable() -> bool:
+    """Whether CuPy and a device are there; imports CuPy only if it is installed."""
+    import importlib.util
+
+    if importlib.util.find_spec("cupy") is None:
+        return False
+    from mhcgen.backends import cuda
+
+    return cuda.is_available()[0]
