@@ -3,9 +3,9 @@
 Limits are absolute and hold for each element; they come from `mhcgen.error_model`, whose docstring states the
 constants. What is compared with what:
 
-- a finite reference: |got - reference| <= limit. A limit that reaches past the largest number of the
-tensor's dtype
-  also allows an infinity of that sign.
+- a finite reference: |got - reference| <= limit. Where that reaches past the largest number of the tensor's
+  dtype, an infinity of that sign is also right.
+- bf16 and fp16: what reference +- error rounds to, so the nearest neighbour but for near ties.
 - NaN in the reference: NaN in the same place, and nowhere else. An infinity likewise, with its sign.
 - quantised numbers: any number that z within its own limit can round to, so exact except next to a rounding
   boundary. q8 is not compared where the reference has NaN (int8 has none) or where the inverse of the scale
@@ -22,9 +22,16 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mhcgen.error_model import SLACK, STORED, Array, ErrorModel, raw_scale
+from mhcgen.error_model import SLACK, Array, ErrorModel, raw_scale
 from mhcgen.ir import Program, Stage
 from mhcgen.reference import ceil_power_of_two, round_to
+
+#: Largest finite number of a dtype that has infinities.
+_LARGEST = {
+    "fp32": (2.0 - 2.0**-23) * 2.0**127,
+    "bf16": (2.0 - 2.0**-7) * 2.0**127,
+    "fp16": 65504.0,
+}
 
 #: A q8 scale below this has an inverse that overflows fp32.
 _SMALLEST_SCALE = 2.0**-120
@@ -35,8 +42,8 @@ class Bound:
     """What an emitted tensor may be.
 
     Args:
-        kind: `error` (within `limit` of the reference), `steps` (quantised numbers), `power_of_two` or
-        `count`.
+        kind: `error` (within `limit` of the reference), `steps` (quantised numbers), `power_of_two` (scales)
+            or `count` (iterations).
         limit: largest permitted |got - reference|, element by element, absolute.
         low: smallest permitted value, element by element.
         high: largest permitted value.
@@ -57,9 +64,8 @@ class Comparison:
     Args:
         name: the tensor.
         error: |got - reference| at the worst element, the one with the largest error in units of its limit.
-        For kind
-            `error` it is divided by the largest finite |reference| of the same token (of the whole tensor
-            where it has no tokens), so it reads as a relative error; other kinds are absolute. Infinite
+            For kind `error` it is divided by the largest finite |reference| of the same token (of the tensor
+            where that has no tokens), so it reads as a relative error; other kinds are absolute. Infinite
             where a NaN or an infinity is out of place.
         limit: the limit at that element in the same unit.
         ok: every element is within its limit.
@@ -78,7 +84,7 @@ class Comparison:
 _WHY = {
     "input": "given to both sides",
     "expand": "a copy",
-    "project": "U (n + log2 H) sum |fn x|",
+    "project": "U times each partial sum",
     "rowsq": "U for each of sum, mean, eps, root and product, and the mixes' error",
     "gates": "the logit's error times the sigmoid's slope, exp, add, divide, add",
     "head_gates": "the logit's error times the sigmoid's slope, exp, add, divide, add",
@@ -109,8 +115,7 @@ def bound(
         name: the tensor.
         inputs: what emission and reference were given.
         reference_values: `reference.run(..., all_values=True)` of those inputs.
-        rounded: whether the reference ran with `round_values=True`; 16-bit tensors may then be off by one
-        step more.
+        rounded: whether the reference ran with `round_values=True`.
 
     Raises:
         KeyError: the Program has no such tensor.
@@ -175,7 +180,8 @@ def _scales(model: ErrorModel, stage: Stage) -> tuple[Array, Array, Array]:
     """Least and greatest stored scale of each group before its own error, and that error."""
     scale, error = raw_scale(model, stage)
     if stage.attr("pow2"):
-        return ceil_power_of_two(scale - error), ceil_power_of_two(scale + error), np.zeros_like(error)
+        least = ceil_power_of_two(np.maximum(scale - error, 0.0))
+        return least, ceil_power_of_two(scale + error), np.zeros_like(error)
     return scale, scale, error
 
 
@@ -202,7 +208,7 @@ def _q_bound(model: ErrorModel, stage: Stage, value: Array) -> Bound:
             steps = np.clip(np.rint(end), -127, 127) if q8 else round_to(np.clip(end, -448, 448), "fp8_e4m3")
             ends.append(np.where(d > 0, steps, value))
     low, high = np.minimum.reduce(ends), np.maximum.reduce(ends)
-    free = (least > 0) & (least < _SMALLEST_SCALE)
+    free = (greatest > 0) & (least < _SMALLEST_SCALE)
     if q8:
         free |= np.isnan(value)
     low, high = np.where(free, -np.inf, low), np.where(free, np.inf, high)
@@ -217,7 +223,7 @@ def _compare(model: ErrorModel, name: str, got: npt.ArrayLike) -> Comparison:
         raise ValueError(f"{name} has shape {actual.shape}, the reference {reference.shape}")
     if not actual.size:
         return Comparison(name, 0.0, 0.0, True, (), "no elements")
-    largest = STORED.get(model.program.tensor(name).dtype, (0.0, 0.0, np.inf))[2]
+    largest = _LARGEST.get(model.program.tensor(name).dtype, np.inf)
     with np.errstate(all="ignore"):
         error = np.abs(actual - reference)
         good = (allowed.low <= actual) & (actual <= allowed.high)
@@ -247,7 +253,8 @@ def _compare(model: ErrorModel, name: str, got: npt.ArrayLike) -> Comparison:
 
 
 def _norm(program: Program, name: str, reference: Array, index: tuple[int, ...]) -> float:
-    """Largest finite |reference| of the token of `index` (of the tensor if it has no tokens); 1 if all are 0."""
+    """Largest finite |reference| of the token of `index` (of the tensor if it has none); 1 if tiny."""
     part = reference[index[0]] if program.tensor(name).shape[0] == "T" else reference
     finite = np.abs(np.where(np.isfinite(part), part, 0.0))
-    return float(np.max(finite)) or 1.0
+    largest = float(np.max(finite))
+    return largest if largest > _SMALLEST_SCALE else 1.0

@@ -7,8 +7,9 @@ nowhere else. Nothing is tuned: the constants below are those of IEEE 754 and of
 guide.
 
     U = 2^-24           one rounding in fp32, relative
-    2^-9, 2^-12         one rounding to bf16, fp16, relative; added where a tensor of that dtype is produced
-    sums                adjacent pairs first: ceil(log2 N) roundings deep; streams in order: one rounding each
+    bf16, fp16          a tensor is rounded once, where it is produced: what value +- error rounds to
+    sums                U |partial sum| for each addition: streams in order, columns adjacent pairs first;
+                        of positive numbers, ceil(log2 N) U relative
     ieee                exp within 1.1 ulp (2.2 U), division and square root correctly rounded (U each)
     fast                exp by ex2.approx: 2^-22 and 2 U |argument|; division 4 U; rsqrt.approx 2^-22.9
     FLOOR = 2^-125      absolute, a stage: underflow and flushed subnormals
@@ -16,11 +17,11 @@ guide.
 
 comb: the error of each local operation of the Sinkhorn iteration, and of its logits, times the absolute
 value of the derivative of the final matrix by that operation's result (a reverse sweep in float64).
-Iterations contract errors, so this is far below the sum of local errors times a condition number, and exact
-about slow convergence.
+Iterations contract errors, so this stays near a few U where they converge, and grows only where they do not.
 
 An opaque stage (branch, engram, tap) is taken to have given emission and reference the same array: hand the
-reference a function that returns what the emission's branch returned.
+reference a function that returns what the emission's branch returned. Streams whose mean square overflows
+fp32 (beyond about 1e19) are outside the model.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mhcgen.ir import Program, Stage
-from mhcgen.reference import sigmoid
+from mhcgen.reference import evaluate, round_to, sigmoid
 
 Array = npt.NDArray[np.float64]
 
@@ -41,12 +43,8 @@ U = 2.0**-24
 FLOOR = 2.0**-125
 SLACK = 1.01
 
-#: dtype -> (relative rounding error, absolute one among subnormals, largest finite number)
-STORED: dict[str, tuple[float, float, float]] = {
-    "fp32": (0.0, 0.0, float(np.finfo(np.float32).max)),
-    "bf16": (2.0**-9, 2.0**-134, (2.0 - 2.0**-7) * 2.0**127),
-    "fp16": (2.0**-12, 2.0**-25, 65504.0),
-}
+#: An exact 0 of the reference with an error below this is a sum of exact zeros: underflow did not happen.
+_ONLY_FLOORS = 2.0**-100
 
 #: Kinds whose results are not rounded anew.
 _COPIES = ("expand", "branch", "engram", "tap")
@@ -83,9 +81,8 @@ class ErrorModel:
         program: the unfused Program.
         inputs: what both sides were given.
         values: `reference.run(..., all_values=True)` of those inputs.
-        rounded: whether the reference ran with `round_values=True`. A 16-bit value may then differ by a
-        whole step
-            where both sides round to different neighbours.
+        rounded: whether the reference ran with `round_values=True`. A 16-bit value must then be the same,
+            but where its exact value is so near a tie that the two sides may round to different neighbours.
 
     Raises:
         ValueError: a value that is needed is missing.
@@ -123,16 +120,25 @@ class ErrorModel:
                 with np.errstate(all="ignore"):
                     found = _STAGES[stage.kind](self, stage)
                     for slot, tensor in stage.results:
-                        self._errors[tensor] = self._finish(tensor, found[slot], stage.kind)
+                        self._errors[tensor] = self._finish(stage, slot, tensor, found[slot])
         return self._errors[name]
 
-    def _finish(self, name: str, error: Array, kind: str) -> Array:
+    def _finish(self, stage: Stage, slot: str, name: str, error: Array) -> Array:
         """Add what storing adds; infinities and NaN have a place, not an error."""
-        value = self.value(name)
-        if kind not in _COPIES:
-            relative, absolute, _ = STORED.get(self.program.tensor(name).dtype, (0.0, 0.0, 0.0))
-            stored = np.maximum(relative * np.abs(value), absolute)
-            error = SLACK * (error + (2 * stored if self.rounded else stored))
+        value, dtype = self.value(name), self.program.tensor(name).dtype
+        if stage.kind not in _COPIES:
+            error = SLACK * error
+            if dtype in ("bf16", "fp16"):
+                exact = value
+                if self.rounded:
+                    operands = {slot: self.value(operand) for slot, operand in stage.operands}
+                    exact = np.asarray(evaluate(stage, operands, dict(self.program.dims))[slot])
+                ends = [(end, round_to(end, dtype)) for end in (exact - error, exact + error)]
+                # Past the largest number the end itself stays, so that the limit stays finite; the factor
+                # keeps value +- limit from falling short of an end by the last bit of float64.
+                away = [np.abs(np.where(np.isinf(r), end, r) - value) for end, r in ends]
+                error = np.maximum(*away) * (1.0 + 2.0**-40)
+            error = np.where((value == 0.0) & (error < _ONLY_FLOORS), 0.0, error)
         # A NaN beside a finite value is given by no formula below; should one do so, nothing is allowed.
         return np.where(np.isfinite(value), np.nan_to_num(error, nan=0.0, posinf=np.inf), 0.0)
 
@@ -164,11 +170,21 @@ def _expand(model: ErrorModel, stage: Stage) -> dict[str, Array]:
 
 
 def _project(model: ErrorModel, stage: Stage) -> dict[str, Array]:
-    x, fn = model.value(stage.operand("x")), np.abs(model.value(stage.operand("fn")))
+    """U times every partial sum of the dot product, in its order, and the streams' error weighed by |fn|."""
+    x, fn = model.value(stage.operand("x")), model.value(stage.operand("fn"))
     n, hidden = x.shape[1:]
-    roundings = (n + _depth(hidden)) * U
-    weighed = roundings * np.abs(x) + (1 + roundings) * model.error(stage.operand("x"))
-    return {"mixes": weighed.reshape(len(x), n * hidden) @ fn.T + FLOOR}
+    carried = model.error(stage.operand("x")).reshape(len(x), n * hidden) @ np.abs(fn).T
+    partials = np.zeros_like(carried)
+    for token in range(len(x)):
+        sums = np.cumsum(fn.reshape(-1, n, hidden) * x[token], axis=1)
+        partials[token] = np.abs(sums).sum(axis=(1, 2))
+        level = sums[:, -1]
+        while level.shape[1] > 1:
+            even = level.shape[1] // 2 * 2
+            pairs = level[:, 0:even:2] + level[:, 1:even:2]
+            partials[token] += np.abs(pairs).sum(axis=1)
+            level = np.concatenate([pairs, level[:, even:]], axis=1)
+    return {"mixes": U * partials + carried + n * hidden * FLOOR}
 
 
 def _rowsq(model: ErrorModel, stage: Stage) -> dict[str, Array]:
@@ -230,7 +246,7 @@ def _sinkhorn(model: ErrorModel, stage: Stage) -> dict[str, Array]:
 def comb_error(logits: Array, errors: Array, iters: int, eps: float, functions: _Functions) -> Array:
     """Bound of |emitted - reference| of comb [T, n, n].
 
-    Forward once to have the matrix before each division; then backward, with D[t, out, from, to] the
+    Forward once, to have the matrix before each division; then backward, with D[t, out, from, to] the
     derivative of final element `out` by the element of the current matrix. Division of a by s = sum + eps
     gives b = a/s: b is rounded (one division an element), s is rounded (tree, + eps, fp32 eps: shared by
     its row or column, so the derivatives are added before the absolute value is taken), and D becomes (D -
@@ -271,22 +287,31 @@ def comb_error(logits: Array, errors: Array, iters: int, eps: float, functions: 
     argument = np.where(p > 0, np.abs(difference), 0.0)
     exponent = functions.exp + (functions.exp_argument + U) * argument + np.where(p > 0, errors, 0.0)
     total += (np.abs(weighted - line * p[:, None]) * exponent[:, None]).sum(axis=(2, 3))
-    error = total.reshape(tokens, n, n)
+    error: Array = total.reshape(tokens, n, n)
     # First order in relative errors r leaves terms of order r^2; r is 1e-6 at ordinary logits.
     relative = np.max(np.where(a > FLOOR, error / a, 0.0), axis=(1, 2), keepdims=True)
-    return error * (1.0 + np.minimum(relative, 1.0))
+    return np.asarray(error * (1.0 + np.minimum(relative, 1.0)), dtype=np.float64)
+
+
+def _weighted(model: ErrorModel, terms: list[tuple[str, Any, str, Any]]) -> Array:
+    """Error of a chain of fused multiply-adds: U |partial sum| each, and the errors of weights and values.
+
+    Args:
+        terms: (name of weights, index, name of values, index) in the order of the chain; weights [T, 1].
+    """
+    total, partial = np.float64(FLOOR), np.float64(0.0)
+    for weights, at, values, where in terms:
+        w, v = model.value(weights)[at], model.value(values)[where]
+        w_error, v_error = model.error(weights)[at], model.error(values)[where]
+        partial = partial + w * v
+        total = total + U * np.abs(partial) + np.abs(w) * v_error + w_error * (np.abs(v) + v_error)
+    return np.asarray(total)
 
 
 def _collapse(model: ErrorModel, stage: Stage) -> dict[str, Array]:
-    x, pre = np.abs(model.value(stage.operand("x"))), model.value(stage.operand("pre"))
-    x_error, pre_error = model.error(stage.operand("x")), model.error(stage.operand("pre"))
-    n = x.shape[1]
-    total = np.full((x.shape[0], x.shape[2]), FLOOR)
-    for c in range(n):
-        # Stream c is in n - c of the n roundings.
-        own = np.abs(pre[:, c, None]) * (x_error[:, c] + (n - c) * U * x[:, c])
-        total += own + pre_error[:, c, None] * (x[:, c] + x_error[:, c])
-    return {"y": total}
+    x, pre = stage.operand("x"), stage.operand("pre")
+    streams = range(model.program.dim("n"))
+    return {"y": _weighted(model, [(pre, np.s_[:, c, None], x, np.s_[:, c]) for c in streams])}
 
 
 def _norm(model: ErrorModel, stage: Stage) -> dict[str, Array]:
@@ -302,8 +327,8 @@ def raw_scale(model: ErrorModel, stage: Stage) -> tuple[Array, Array]:
     z, error = np.abs(model.value(stage.operand("z"))), model.error(stage.operand("z"))
     largest = 127.0 if stage.attr("scheme") == "q8" else 448.0
     starts = np.arange(0, z.shape[1], stage.attr("group"))
-    scale = np.maximum.reduceat(z, starts, axis=1) / largest
-    carried = np.maximum.reduceat(np.broadcast_to(error, z.shape), starts, axis=1) / largest
+    low, scale, high = (np.maximum.reduceat(v, starts, axis=1) / largest for v in (z - error, z, z + error))
+    carried = np.maximum(high - scale, scale - low)
     return scale, np.where(np.isfinite(scale), carried + (model.functions.divide + U) * scale, 0.0)
 
 
@@ -312,23 +337,21 @@ def _quant(model: ErrorModel, stage: Stage) -> dict[str, Array]:
 
 
 def _post(model: ErrorModel, stage: Stage) -> dict[str, Array]:
-    x, f, post, comb = (np.abs(model.value(stage.operand(slot))) for slot in ("x", "f", "post", "comb"))
-    e_x, e_f, e_post, e_comb = (model.error(stage.operand(slot)) for slot in ("x", "f", "post", "comb"))
-    n = x.shape[1]
-    total = np.full(x.shape, FLOOR)
-    for to in range(n):
-        # post f is in all n + 1 roundings, stream j in n - j of them.
-        total[:, to] += post[:, to, None] * (e_f + (n + 1) * U * f) + e_post[:, to, None] * (f + e_f)
-        for j in range(n):
-            total[:, to] += comb[:, j, to, None] * (e_x[:, j] + (n - j) * U * x[:, j])
-            total[:, to] += e_comb[:, j, to, None] * (x[:, j] + e_x[:, j])
+    x, f, post, comb = (stage.operand(slot) for slot in ("x", "f", "post", "comb"))
+    streams = range(model.program.dim("n"))
+    total = np.empty(model.value(x).shape)
+    for to in streams:
+        terms: list[tuple[str, Any, str, Any]] = [(post, np.s_[:, to, None], f, np.s_[:])]
+        terms += [(comb, np.s_[:, j, to, None], x, np.s_[:, j]) for j in streams]
+        total[:, to] = _weighted(model, terms)
     return {"x_next": total}
 
 
 def _mean(model: ErrorModel, stage: Stage) -> dict[str, Array]:
-    x, error = np.abs(model.value(stage.operand("x"))), model.error(stage.operand("x"))
-    roundings = (x.shape[1] - 1) * U + model.functions.divide
-    return {"y": np.mean(x * roundings + error, axis=1) + FLOOR}
+    x, error = model.value(stage.operand("x")), model.error(stage.operand("x"))
+    sums, n = np.cumsum(x, axis=1), x.shape[1]
+    rounded = U * np.abs(sums[:, 1:]).sum(axis=1) + model.functions.divide * np.abs(sums[:, -1])
+    return {"y": (rounded + error.sum(axis=1)) / n + FLOOR}
 
 
 def _opaque(model: ErrorModel, stage: Stage) -> dict[str, Array]:

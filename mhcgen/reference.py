@@ -288,7 +288,7 @@ def run(
         operands = {slot: values[name] for slot, name in stage.operands}
         function = branches.get(stage.name, branches.get(stage.kind))
         with np.errstate(all="ignore"):
-            produced = _evaluate(stage, operands, dims, function)
+            produced = evaluate(stage, operands, dims, function)
         for slot, name in stage.results:
             array = np.asarray(produced[slot], dtype=np.float64)
             if array.shape != shape(name):
@@ -315,13 +315,23 @@ def _tokens(program: ProgramLike, inputs: Mapping[str, npt.ArrayLike]) -> int:
     return 0
 
 
-def _evaluate(
+def evaluate(
     stage: StageLike,
     operands: Mapping[str, Array],
     dims: Mapping[str, int],
-    function: Callable[..., npt.ArrayLike] | None,
+    function: Callable[..., npt.ArrayLike] | None = None,
 ) -> dict[str, npt.ArrayLike]:
-    """Results of one stage by slot; operands by slot."""
+    """Results of one stage by slot, not rounded.
+
+    Args:
+        stage: any kind.
+        operands: float64 arrays by slot.
+        dims: sizes of the Program's symbols.
+        function: what an opaque stage computes.
+
+    Raises:
+        ValueError: unknown kind or comb, or an opaque stage without a function.
+    """
     o, attr = operands, dict(stage.attrs)
     kind = stage.kind
     if kind in ("branch", "engram", "tap"):
