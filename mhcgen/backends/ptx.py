@@ -85,10 +85,11 @@ class Instruction:
 
 @dataclass
 class Function:
-    """An entry or a device function that was not inlined."""
+    """An entry or a device function that was not inlined; `params` are PTX types such as `u64`, `f32`."""
 
     name: str
     is_entry: bool
+    params: tuple[str, ...] = ()
     body: list[Instruction] = field(default_factory=list)
     labels: dict[tuple[tuple[int, ...], str], int] = field(default_factory=dict)
 
@@ -142,6 +143,7 @@ _PLACE = re.compile(r"(?:\.loc|inlined_at)\s+(\d+)\s+(\d+)")
 _LABEL = re.compile(r"\s*([$%\w]+)\s*:(?!:)")
 _PREDICATED = re.compile(r"@(!?%?[\w$]+)\s+")
 _ENTRY = re.compile(r"\.(entry|func)\b\s*(?:\([^)]*\)\s*)?([$\w]+)")
+_PARAM = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)")
 _CALL = re.compile(r"call(?:\.uni)?\s+(?:\([^)]*\)\s*,\s*)?([$\w]+)")
 _BRANCH = re.compile(r"bra(?:\.uni)?\s+([$\w]+)")
 _TABLE_BRANCH = re.compile(r"brx\.idx(?:\.uni)?\s+[^,]+,\s*([$\w]+)")
@@ -171,7 +173,9 @@ def parse(ptx: str) -> dict[str, Function]:
             continue
         if current is None:
             if token == "{" and not scopes and (match := _ENTRY.search(header)):
-                current = functions.setdefault(match[2], Function(match[2], match[1] == "entry"))
+                current = functions.setdefault(
+                    match[2], Function(match[2], match[1] == "entry", tuple(_PARAM.findall(header)))
+                )
                 source, statement = (), ""
             elif token == "}" and scopes:
                 scopes.pop()

@@ -1,0 +1,220 @@
+"""What is installed, what works, what is missing, and the one command that adds it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mhcgen import cache
+from mhcgen.errors import EnvironmentFault, MhcgenError
+
+State = Literal["ok", "missing", "broken", "note"]
+
+_OLDEST_PYTHON = (3, 11)
+# These releases break the import of networkx.
+_BAD_PYTHONS = ((3, 13, 10), (3, 14, 1))
+_CORE = ("jinja2", "ml_dtypes", "networkx", "numpy", "typer")
+# package: what it is good for, the command that adds it
+_OPTIONAL = {
+    "torch": ("tensors and streams of PyTorch can be passed to kernels", "pip install torch"),
+    "safetensors": ("`mhcgen run` reads .safetensors", "pip install 'mhcgen[safetensors]'"),
+    "matplotlib": ("`mhcgen bench --plot`", "pip install 'mhcgen[plot]'"),
+    "ziglang": ("a C++ compiler where the system has none", "pip install 'mhcgen[zig]'"),
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of a diagnosis.
+
+    Args:
+        name: what was looked at.
+        state: `ok`; `missing`: a backend does not work without it; `broken`: it is there but does not work;
+            `note`: worth knowing, nothing is wrong.
+        detail: version, path, or what is wrong.
+        fix: the one command or action that mends it; empty where nothing is to be done.
+    """
+
+    name: str
+    state: State
+    detail: str
+    fix: str = ""
+
+
+def diagnose() -> list[Check]:
+    """Look at everything mhcgen can use; never raises, makes no CUDA context, takes about a second."""
+    checks = [_guarded("Python", _python)]
+    checks += [_guarded(name, lambda name=name: _core(name)) for name in _CORE]  # type: ignore[misc]
+    checks += [
+        _guarded("C++ compiler", _compiler),
+        _guarded("NVRTC", _nvrtc),
+        _guarded("CUDA headers", _headers),
+        _guarded("CuPy", _cupy),
+        _guarded("GPU", _gpu),
+        _guarded("cache", _cache),
+    ]
+    checks += [_guarded(name, lambda name=name: _optional(name)) for name in _OPTIONAL]  # type: ignore[misc]
+    return checks
+
+
+def _guarded(name: str, look: Callable[[], Check]) -> Check:
+    try:
+        return look()
+    except Exception as error:  # noqa: BLE001  (a diagnosis must survive whatever it finds)
+        return Check(name, "broken", f"{type(error).__name__}: {error}".splitlines()[0])
+
+
+def _of_fault(name: str, state: State, fault: MhcgenError) -> Check:
+    detail = "; ".join((fault.message.rstrip("."), *fault.notes))
+    return Check(name, state, detail, fault.hints[0] if fault.hints else "")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown version"
+
+
+def _python() -> Check:
+    found = sys.version_info[:3]
+    text = ".".join(map(str, found))
+    if found < _OLDEST_PYTHON:
+        oldest = ".".join(map(str, _OLDEST_PYTHON))
+        return Check("Python", "broken", text, f"install Python {oldest} or later")
+    if found in _BAD_PYTHONS:
+        return Check(
+            "Python", "broken", f"{text} breaks the import of networkx", "install another patch release"
+        )
+    return Check("Python", "ok", text)
+
+
+def _core(name: str) -> Check:
+    if importlib.util.find_spec(name) is None:
+        return Check(name, "missing", "needed by every command", "pip install mhcgen")
+    try:
+        importlib.import_module(name)
+    except Exception as error:  # noqa: BLE001  (any exception of a foreign package means the same)
+        fix = f"pip install --force-reinstall {name}"
+        return Check(name, "broken", f"its import fails: {type(error).__name__}: {error}", fix)
+    return Check(name, "ok", _version(name))
+
+
+def _optional(name: str) -> Check:
+    use, command = _OPTIONAL[name]
+    # Found, not imported: torch takes seconds and may make a context.
+    if importlib.util.find_spec(name) is None:
+        return Check(name, "note", f"not installed; optional: {use}", command)
+    return Check(name, "ok", _version(name))
+
+
+def _compiler() -> Check:
+    from mhcgen.backends.host.build import find_compiler
+
+    try:
+        found = find_compiler()
+    except EnvironmentFault as fault:
+        if fault.code == "E-NO-CXX":
+            detail = "; ".join(("the host backend needs one", *fault.notes))
+            return Check("C++ compiler", "missing", detail, "pip install 'mhcgen[zig]'")
+        return _of_fault("C++ compiler", "broken", fault)
+    # The identity is the path and what the compiler says about itself; its first digit is in the version.
+    said = [line for line in found.identity.splitlines() if any(sign.isdigit() for sign in line)]
+    return Check("C++ compiler", "ok", ", ".join((" ".join(found.command), *said[:1])))
+
+
+def _nvrtc() -> Check:
+    from mhcgen.backends.nvrtc_library import ENV_LIBRARY, find_nvrtc
+
+    try:
+        library = find_nvrtc()
+    except EnvironmentFault as fault:
+        return _of_fault("NVRTC", "broken" if ENV_LIBRARY in fault.where else "missing", fault)
+    archs = f"sm_{library.archs[0]} to sm_{library.archs[-1]}" if library.archs else "no architectures"
+    return Check("NVRTC", "ok", f"{library.version_text}, {archs}, {library.path}")
+
+
+def _headers() -> Check:
+    from mhcgen.backends.nvrtc_library import find_nvrtc, header_dirs
+
+    try:
+        library = find_nvrtc()
+    except EnvironmentFault:
+        return Check("CUDA headers", "note", "not looked for: they belong to NVRTC")
+    matching = library.include_dirs()
+    if matching:
+        return Check("CUDA headers", "ok", f"{matching[0].version_text}, {matching[0].path}")
+    others = ", ".join(f"{folder.path} ({folder.version_text})" for folder in header_dirs(library.path))
+    return Check(
+        "CUDA headers",
+        "missing",
+        f"bf16 and fp16 need those of CUDA {library.version[0]}; found: {others or 'none'}",
+        f"pip install {library.runtime_package}",
+    )
+
+
+def _cupy() -> Check:
+    from mhcgen.backends.cupy_state import import_cupy, installed, require_gpu
+
+    try:
+        cupy = import_cupy()
+    except EnvironmentFault as fault:
+        return _of_fault("CuPy", "missing" if fault.code == "E-NO-CUPY" else "broken", fault)
+    packages = ", ".join(f"{name} {version}" for name, version in installed())
+    detail = packages or f"cupy {cupy.__version__}"
+    try:
+        require_gpu()
+    except EnvironmentFault as fault:
+        if fault.code == "E-CUDA-MAJOR":
+            return _of_fault("CuPy", "broken", fault)
+        return Check("CuPy", "ok", f"{detail}; imports, but there is no GPU to use it on")
+    return Check("CuPy", "ok", detail)
+
+
+def _gpu() -> Check:
+    from mhcgen.backends.driver import load_driver
+
+    try:
+        driver = load_driver()
+    except EnvironmentFault as fault:
+        if fault.code == "E-CUDA-MAJOR":
+            return _of_fault("GPU", "broken", fault)
+        why = [note for note in fault.notes if "cannot open" not in note]
+        detail = "; ".join((fault.message.rstrip("."), *why, "emit, explain and the host backend need none"))
+        return Check("GPU", "note", detail, "install the NVIDIA driver, where there is a GPU")
+    devices = ", ".join(
+        f"{number}: {driver.device_name(number)} (sm_{driver.capability(number)})"
+        for number in range(driver.device_count)
+    )
+    version = driver.version
+    return Check("GPU", "ok", f"driver for CUDA {version // 1000}.{version % 1000 // 10}; {devices}")
+
+
+def _cache() -> Check:
+    try:
+        root = cache.cache_root()
+        with tempfile.TemporaryFile(dir=root):
+            pass
+    except EnvironmentFault as fault:
+        return _of_fault("cache", "broken", fault)
+    except OSError as error:
+        fix = f"set {cache.ENV_DIR} to a directory with room that you may write"
+        return Check("cache", "broken", f"{root}: {error.strerror or error}", fix)
+    if root.is_relative_to(Path(tempfile.gettempdir())) and not _asked_for(root):
+        fix = f"set {cache.ENV_DIR} to a directory that is kept"
+        return Check("cache", "note", f"{root} does not outlive a reboot: no writable home", fix)
+    return Check("cache", "ok", str(root))
+
+
+def _asked_for(root: Path) -> bool:
+    import os
+
+    wish = os.environ.get(cache.ENV_DIR)
+    return bool(wish) and Path(wish or "").expanduser().absolute() == root
