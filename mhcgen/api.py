@@ -52,7 +52,14 @@ def compile(
     from mhcgen.backends.archs import parse_arch
 
     options = Options(
-        fuse=fuse, arch=parse_arch(arch).name, placement=placement, sync=sync, threads=threads, slab=slab,
-        mix_warp=mix_warp, scalar=scalar, stamps=stamps,
+        fuse=fuse,
+        arch=parse_arch(arch).name,
+        placement=placement,
+        sync=sync,
+        threads=threads,
+        slab=slab,
+        mix_warp=mix_warp,
+        scalar=scalar,
+        stamps=stamps,
     )
     return run_pipeline(program, options, stop_after=stop_after)

@@ -193,20 +193,21 @@ def _scale_bound(model: ErrorModel, stage: Stage, value: Array) -> Bound:
 
 
 def _q_bound(model: ErrorModel, stage: Stage, value: Array) -> Bound:
-    """Rounding is monotone, so the ends of z +- its error, over scale +- its error, round to the ends."""
+    """Rounding is monotone, so the ends of z +- its error over scale +- its error round to the ends of q."""
     z, z_error = model.value(stage.operand("z")), model.error(stage.operand("z"))
     least, greatest, error = (
         np.repeat(array, stage.attr("group"), axis=1)[:, : z.shape[1]] for array in _scales(model, stage)
     )
     q8 = stage.attr("scheme") == "q8"
+    # 1/d and z * (1/d), or z / d: at most two roundings of the division's size.
+    rounding = 2 * SLACK * model.functions.divide
     ends = []
-    for d in (least, greatest):
-        quotient = z / d
-        # 1/d and z * (1/d), or z / d: at most two roundings of the division's size.
-        spread = (z_error + np.abs(quotient) * error) / d + np.abs(quotient) * 2 * model.functions.divide
-        for end in (quotient - SLACK * spread, quotient + SLACK * spread):
-            steps = np.clip(np.rint(end), -127, 127) if q8 else round_to(np.clip(end, -448, 448), "fp8_e4m3")
-            ends.append(np.where(d > 0, steps, value))
+    for d in (np.maximum(least - error, 0.0), greatest + error):
+        for numerator in (z - SLACK * z_error, z + SLACK * z_error):
+            for factor in (1.0 - rounding, 1.0 + rounding):
+                end = np.nan_to_num(numerator / d * factor)
+                steps = np.rint(np.clip(end, -127, 127)) if q8 else _e4m3(end)
+                ends.append(np.where(greatest > 0, steps, value))
     low, high = np.minimum.reduce(ends), np.maximum.reduce(ends)
     free = (greatest > 0) & (least < _SMALLEST_SCALE)
     if q8:
@@ -214,6 +215,10 @@ def _q_bound(model: ErrorModel, stage: Stage, value: Array) -> Bound:
     low, high = np.where(free, -np.inf, low), np.where(free, np.inf, high)
     limit = np.where(free, np.inf, np.maximum(high - value, value - low))
     return Bound("steps", limit, low, high, f"quant: {_WHY['quant']}")
+
+
+def _e4m3(values: Array) -> Array:
+    return round_to(np.clip(values, -448, 448), "fp8_e4m3")
 
 
 def _compare(model: ErrorModel, name: str, got: npt.ArrayLike) -> Comparison:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from mhcgen.arithmetic import Arithmetic
 from mhcgen.errors import UsageError
-from mhcgen.ir import AttrValue, Dim, Program, Stage, Tensor, make_stage
+from mhcgen.ir import AttrValue, Program, Stage, Tensor, make_stage
 from mhcgen.models import Model
 from mhcgen.models import model as find_model
 from mhcgen.stages import KINDS

@@ -90,9 +90,7 @@ def _python() -> Check:
         oldest = ".".join(map(str, _OLDEST_PYTHON))
         return Check("Python", "broken", text, f"install Python {oldest} or later")
     if found in _BAD_PYTHONS:
-        return Check(
-            "Python", "broken", f"{text} breaks the import of networkx", "install another patch release"
-        )
+        return Check("Python", "broken", f"{text} breaks the import of networkx", "install another patch release")
     return Check("Python", "ok", text)
 
 

@@ -72,7 +72,7 @@ def _step(template: str, fields: dict[str, Any], where: str) -> str:
     pad = ""
     for line in text.split("\n"):
         if line.startswith(_CONTINUED):
-            line = pad + line[len(_CONTINUED):]
+            line = pad + line[len(_CONTINUED) :]
         else:
             pad = line[: len(line) - len(line.lstrip())]
         lines.append(line)
@@ -98,9 +98,7 @@ def _kernel(kernel: EmitKernel) -> str:
         "indexes": kernel.indexes,
         "rows": kernel.rows,
         "buffers": kernel.buffers,
-        "declarations": [
-            _indent(_item(item, kernel.name), 2).lstrip() for item in kernel.declarations
-        ],
+        "declarations": [_indent(_item(item, kernel.name), 2).lstrip() for item in kernel.declarations],
         "body": [_indent(_item(item, kernel.name), 2) for item in kernel.body],
     }
     text = render("kernel.cu.j2", fields, kernel.name)

@@ -192,7 +192,7 @@ def _rowsq(model: ErrorModel, stage: Stage) -> dict[str, Array]:
     inverse, relative = _inverse_rms(
         model, x, model.error(stage.operand("x")), stage.attr("eps"), stage.attr("acc"), x.shape[1]
     )
-    scaled = np.abs(model.value(mixes)) * (relative + U)[:, None] + model.error(mixes)
+    scaled = np.abs(model.value(mixes)) * (relative + U)[:, None] + model.error(mixes) * (1 + relative)[:, None]
     return {"mixes_scaled": scaled * inverse[:, None] + FLOOR}
 
 
@@ -237,9 +237,7 @@ def _sinkhorn(model: ErrorModel, stage: Stage) -> dict[str, Array]:
     chunk = max(1, _CHUNK // n**4)
     for start in range(0, len(logits), chunk):
         part = slice(start, start + chunk)
-        comb[part] = comb_error(
-            logits[part], errors[part], stage.attr("iters"), stage.attr("eps"), model.functions
-        )
+        comb[part] = comb_error(logits[part], errors[part], stage.attr("iters"), stage.attr("eps"), model.functions)
     return {"comb": comb, "iterations": np.zeros(len(logits))}
 
 
@@ -288,9 +286,12 @@ def comb_error(logits: Array, errors: Array, iters: int, eps: float, functions: 
     exponent = functions.exp + (functions.exp_argument + U) * argument + np.where(p > 0, errors, 0.0)
     total += (np.abs(weighted - line * p[:, None]) * exponent[:, None]).sum(axis=(2, 3))
     error: Array = total.reshape(tokens, n, n)
-    # First order in relative errors r leaves terms of order r^2; r is 1e-6 at ordinary logits.
+    # First order in relative errors r leaves terms of order r^2; r is 1e-6 at ordinary logits. Logits that
+    # are themselves off by d (bf16 streams under a large scale) move the derivatives by powers of exp(d): 8
+    # of them cover what was tried, and no element of comb exceeds 1.
     relative = np.max(np.where(a > FLOOR, error / a, 0.0), axis=(1, 2), keepdims=True)
-    return np.asarray(error * (1.0 + np.minimum(relative, 1.0)), dtype=np.float64)
+    moved = np.exp(8.0 * np.max(np.where(p > 0, errors, 0.0), axis=(1, 2), keepdims=True))
+    return np.minimum(error * (1.0 + np.minimum(relative, 1.0)) * moved, 1.0)
 
 
 def _weighted(model: ErrorModel, terms: list[tuple[str, Any, str, Any]]) -> Array:

@@ -63,9 +63,25 @@ _BY_SET = (
 _COMMON_AFTER = tuple(
     (f"mhc_{stem}", stem)
     for stem in (
-        "sigmoid", "plain", "add_eps", "divide", "divide_then_add_eps", "exp_of_difference", "sync_data",
-        "amax", "inverse_scale", "scale_q8", "scale_fp8", "power_of_two_up", "scale_q8_pow2",
-        "scale_fp8_pow2", "quantise_q8", "quantise_fp8", "round_fp32", "round_bf16", "round_fp16",
+        "sigmoid",
+        "plain",
+        "add_eps",
+        "divide",
+        "divide_then_add_eps",
+        "exp_of_difference",
+        "sync_data",
+        "amax",
+        "inverse_scale",
+        "scale_q8",
+        "scale_fp8",
+        "power_of_two_up",
+        "scale_q8_pow2",
+        "scale_fp8_pow2",
+        "quantise_q8",
+        "quantise_fp8",
+        "round_fp32",
+        "round_bf16",
+        "round_fp16",
     )
 )
 
@@ -127,9 +143,7 @@ def _memory_functions(dtype: str, chunk: int, scalar: bool) -> list[Function]:
         "ctype": CTYPES[dtype],
         "vector": vector,
         "type": f"uint{words}",
-        "members": tuple(
-            {"name": m, **{f"b{b}": 4 * i + b for b in range(4)}} for i, m in enumerate(names)
-        ),
+        "members": tuple({"name": m, **{f"b{b}": 4 * i + b for b in range(4)}} for i, m in enumerate(names)),
     }
     return [Function(f"mhc_store_{dtype}", "io/store_vector_8bit.cu.j2", fields)]
 
@@ -146,7 +160,5 @@ def _scalar_functions(dtype: str) -> list[Function]:
     )
     if dtype in ("int8", "fp8_e4m3"):
         return [stores]
-    loads = Function(
-        f"mhc_load_{dtype}", "io/load_scalar.cu.j2", {"dtype": dtype, "ctype": ctype, "widen": widen}
-    )
+    loads = Function(f"mhc_load_{dtype}", "io/load_scalar.cu.j2", {"dtype": dtype, "ctype": ctype, "widen": widen})
     return [loads, stores]

@@ -157,9 +157,7 @@ def _pass(pending: Pending, sync: Sync) -> Pending:
 
 
 def _barrier(needed: list[tuple[Hazard, str]], at_least: str) -> Sync:
-    scope, team = max(
-        ((hazard.scope, team) for hazard, team in needed), key=lambda pair: STRENGTH[pair[0]]
-    )
+    scope, team = max(((hazard.scope, team) for hazard, team in needed), key=lambda pair: STRENGTH[pair[0]])
     teams = {t for _, t in needed}
     if STRENGTH[at_least] > STRENGTH[scope] or len(teams) > 1:
         scope, team = "block", "all"
@@ -177,6 +175,4 @@ def _merge(a: Sync, b: Sync) -> Sync:
 def _forget(pending: tuple[Pending, ...], step: Step) -> tuple[Pending, ...]:
     """Drop accesses that this step's own write supersedes: conflicts with them show through the write."""
     written = {a.buffer for a in step.accesses if a.write and not a.own}
-    return tuple(
-        p for p in pending if p.access.buffer not in written or not p.passed or p.team != step.team
-    )
+    return tuple(p for p in pending if p.access.buffer not in written or not p.passed or p.team != step.team)

@@ -62,9 +62,7 @@ def key_of(name: str, seed: int) -> int:
     return int(splitmix64(digest, seed % 2**32, 1)[0])
 
 
-def uniform(
-    name: str, seed: int, shape: tuple[int, ...], dtype: str = "fp32", factor: float = 1.0
-) -> AnyArray:
+def uniform(name: str, seed: int, shape: tuple[int, ...], dtype: str = "fp32", factor: float = 1.0) -> AnyArray:
     """Numbers in [-1, 1) times `factor`, mean 0, C-contiguous.
 
     An odd multiple of 2^-24 is drawn from the top 24 bits of each output, so the set of values is symmetric
@@ -200,9 +198,7 @@ class _Aim:
         found: Inputs = {}
         for tensor in self.program.of_role("input", "parameter"):
             with np.errstate(over="ignore"):
-                found[tensor.name] = np.ascontiguousarray(
-                    self.values[tensor.name].astype(_NUMPY[tensor.dtype])
-                )
+                found[tensor.name] = np.ascontiguousarray(self.values[tensor.name].astype(_NUMPY[tensor.dtype]))
         return found
 
 
@@ -259,10 +255,7 @@ def d3(aim: _Aim) -> Inputs | None:
     where all eps of the Program are equal: then nothing can tell.
     """
     eps = {
-        float(stage.attr(key))
-        for stage in aim.program.stages
-        for key, _ in stage.attrs
-        if key in ("eps", "pre_eps")
+        float(stage.attr(key)) for stage in aim.program.stages for key, _ in stage.attrs if key in ("eps", "pre_eps")
     }
     if len(eps) < 2 or not aim.sites:
         return None
@@ -273,8 +266,7 @@ def d3(aim: _Aim) -> Inputs | None:
 def d4(aim: _Aim) -> Inputs | None:
     """Streams all the root of the RMS eps: 1/rms is 707.1 at 1e-6 with eps in the root, 999.0 outside."""
     done = [
-        float(site.rowsq.attr("eps")) > 0
-        and _set_magnitude(aim, site, float(site.rowsq.attr("eps")) ** 0.5, 0.0)
+        float(site.rowsq.attr("eps")) > 0 and _set_magnitude(aim, site, float(site.rowsq.attr("eps")) ** 0.5, 0.0)
         for site in aim.sites
     ]
     return aim.finish() if any(done) else None

@@ -117,10 +117,7 @@ def _global_tensors(plan: Plan, kernel: Kernel) -> list[tuple[Tensor, bool]]:
     reads: set[str] = set()
     writes: set[str] = set()
     for stage in plan.kernel_stages(kernel):
-        writes |= {
-            t for t in stage.writes
-            if plan.escapes(kernel, t) or (kernel.place(t) or _NONE).space == "global"
-        }
+        writes |= {t for t in stage.writes if plan.escapes(kernel, t) or (kernel.place(t) or _NONE).space == "global"}
         reads |= {t for t in stage.reads if not plan.made_in(kernel, t)}
     return [(t, False) for t in plan.program.tensors if t.name in reads - writes] + [
         (t, True) for t in plan.program.tensors if t.name in writes
@@ -171,18 +168,13 @@ def _kernel(plan: Plan, kernel: Kernel) -> EmitKernel:
         name=kernel.name,
         threads=kernel.threads,
         comments=_comments(plan, kernel),
-        parameters=tuple(
-            f"{p.ctype} __restrict__ {p.name}" for p in sign.params if p.ctype.endswith("*")
-        ),
+        parameters=tuple(f"{p.ctype} __restrict__ {p.name}" for p in sign.params if p.ctype.endswith("*")),
         guards=("mhc_refuse_fast_math();",) if plan.program.arithmetic.functions == "ieee" else (),
         indexes=_indexes(plan, kernel),
         rows=tuple(rows),
-        buffers=tuple(
-            {"ctype": b.ctype, "name": b.name, "count": b.count} for b in kernel.buffers
-        ),
+        buffers=tuple({"ctype": b.ctype, "name": b.name, "count": b.count} for b in kernel.buffers),
         declarations=tuple(
-            EmitItem(f"registers/{name}.cu.j2", {k: _literal(v) for k, v in fields})
-            for name, fields in declared
+            EmitItem(f"registers/{name}.cu.j2", {k: _literal(v) for k, v in fields}) for name, fields in declared
         ),
         body=_items(kernel, kernel.body),
         signature=sign,
@@ -203,7 +195,8 @@ def _comments(plan: Plan, kernel: Kernel) -> tuple[str, ...]:
     for place in kernel.places:
         if place.space != "global":
             layout = f", {place.layout}" if place.layout else ""
-            lines.append(f"{place.tensor} lives in {place.space} {'memory' if place.space == 'shared' else 'registers'}{layout}.")
+            kind = "memory" if place.space == "shared" else "registers"
+            lines.append(f"{place.tensor} lives in {place.space} {kind}{layout}.")
     return tuple(lines)
 
 
@@ -277,9 +270,7 @@ def _item(kernel: Kernel, node: Node, bare: bool) -> EmitItem:
     if isinstance(node, Loop):
         # A loop that all threads run holds its own guards; a team's loop is already inside one.
         inner = _items(kernel, node.body) if bare else tuple(_item(kernel, n, bare=False) for n in node.body)
-        return EmitItem(
-            "guards/loop.cu.j2", {"index": "iteration", "count": node.count, "comment": node.name}, inner
-        )
+        return EmitItem("guards/loop.cu.j2", {"index": "iteration", "count": node.count, "comment": node.name}, inner)
     return EmitItem(
         "guards/step.cu.j2",
         {"name": node.name},

@@ -292,9 +292,7 @@ def run(
         for slot, name in stage.results:
             array = np.asarray(produced[slot], dtype=np.float64)
             if array.shape != shape(name):
-                raise ValueError(
-                    f"stage {stage.name} gave {name} the shape {array.shape}, wants {shape(name)}"
-                )
+                raise ValueError(f"stage {stage.name} gave {name} the shape {array.shape}, wants {shape(name)}")
             dtype = declared[name].dtype
             values[name] = round_to(array, dtype) if round_values and dtype in ("bf16", "fp16") else array
     if all_values:

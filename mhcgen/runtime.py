@@ -53,7 +53,12 @@ class Runner(Protocol):
         """Its dtype as errors name it."""
 
     def launch(
-        self, kernel: Kernel, scalar: bool, grid: tuple[int, int], args: list[Any], fresh: tuple[str, ...],
+        self,
+        kernel: Kernel,
+        scalar: bool,
+        grid: tuple[int, int],
+        args: list[Any],
+        fresh: tuple[str, ...],
         **options: Any,
     ) -> Any:
         """Launch one kernel; `fresh` names parameters it is the first to write."""
@@ -131,9 +136,7 @@ class Module:
 
     def _is_global(self, tensor: str) -> bool:
         """Whether any kernel has a pointer to it (opaque stages always do)."""
-        opaque = any(
-            tensor in (*s.reads, *s.writes) for s in self.program.stages_of_kind(*OPAQUE_KINDS)
-        )
+        opaque = any(tensor in (*s.reads, *s.writes) for s in self.program.stages_of_kind(*OPAQUE_KINDS))
         return opaque or any(tensor in tensors_of(self.plan, kernel) for kernel in self.plan.kernels)
 
     def _launch(self, kernel: Kernel, arrays: dict[str, Any], tokens: int, options: dict[str, Any]) -> None:
@@ -143,16 +146,15 @@ class Module:
         blocks = kernel.columns.blocks if kernel.columns is not None else 1
         grid = (tokens, blocks)
         written = tuple(
-            p.name for p, name in zip(signature(self.plan, kernel).params, names, strict=False)
+            p.name
+            for p, name in zip(signature(self.plan, kernel).params, names, strict=False)
             if p.writable and self.plan.made_in(kernel, name)
         )
         report = self.runner.launch(kernel, scalar, grid, [*args, tokens], written, **options)
         self.counts[kernel.name] += 1
         self.launches.append(Launch(kernel.name, grid, scalar, report))
 
-    def _branch(
-        self, stage: Stage, arrays: dict[str, Any], branches: Mapping[str, Branch], tokens: int
-    ) -> None:
+    def _branch(self, stage: Stage, arrays: dict[str, Any], branches: Mapping[str, Branch], tokens: int) -> None:
         if stage.name not in branches:
             raise InputError(
                 "I-BRANCH",
@@ -162,7 +164,7 @@ class Module:
             )
         operands = {slot: arrays[name] for slot, name in stage.operands}
         made = branches[stage.name](**operands)
-        (_, name), = stage.results
+        ((_, name),) = stage.results
         self._check_array(self.program.tensor(name), made, tokens)
         arrays[name] = made
 
@@ -173,15 +175,20 @@ class Module:
         for name in tensors:
             if name not in known:
                 raise InputError(
-                    "I-UNKNOWN", f"the Program has no input {name!r}", where=name,
-                    notes=(f"inputs: {', '.join(sorted(known))}",), hints=("remove it or correct its name",),
+                    "I-UNKNOWN",
+                    f"the Program has no input {name!r}",
+                    where=name,
+                    notes=(f"inputs: {', '.join(sorted(known))}",),
+                    hints=("remove it or correct its name",),
                 )
         tokens: int | None = None
         first = ""
         for tensor in wanted:
             if tensor.name not in tensors:
                 raise InputError(
-                    "I-MISSING", f"input {tensor.name} is missing", where=tensor.name,
+                    "I-MISSING",
+                    f"input {tensor.name} is missing",
+                    where=tensor.name,
                     notes=(f"it is {tensor.dtype} of shape {_shape_text(self.plan, tensor)}",),
                     hints=(f"pass {tensor.name}=...",),
                 )
@@ -194,15 +201,15 @@ class Module:
                     tokens, first = have, tensor.name
                 elif have != tokens:
                     raise InputError(
-                        "I-SHAPE", f"{tensor.name} has {have} tokens and {first} has {tokens}",
-                        where=tensor.name, hints=("every per-token input has the same T",),
+                        "I-SHAPE",
+                        f"{tensor.name} has {have} tokens and {first} has {tokens}",
+                        where=tensor.name,
+                        hints=("every per-token input has the same T",),
                     )
         assert tokens is not None
         limit = 2**31 // self.program.dim("n") - 1
         if tokens > limit:
-            raise InputError(
-                "I-TOKENS", f"T = {tokens} exceeds {limit}", where=first, hints=("split the batch",)
-            )
+            raise InputError("I-TOKENS", f"T = {tokens} exceeds {limit}", where=first, hints=("split the batch",))
         for tensor in wanted:
             self._check_array(tensor, tensors[tensor.name], tokens)
         return tokens
@@ -213,14 +220,18 @@ class Module:
         want = NUMPY_DTYPES[tensor.dtype]
         if have != want.name:
             raise InputTypeError(
-                "I-DTYPE", f"{tensor.name} has dtype {have}, and {want.name} ({tensor.dtype}) is wanted",
-                where=tensor.name, hints=(_dtype_hint(tensor.dtype, have),),
+                "I-DTYPE",
+                f"{tensor.name} has dtype {have}, and {want.name} ({tensor.dtype}) is wanted",
+                where=tensor.name,
+                hints=(_dtype_hint(tensor.dtype, have),),
             )
         if tuple(array.shape) != self.program.shape(tensor.name, tokens):
             raise _shape_error(self.plan, tensor, array.shape)
         if not array.flags.c_contiguous:
             raise InputError(
-                "I-LAYOUT", f"{tensor.name} is not C-contiguous (strides {array.strides})", where=tensor.name,
+                "I-LAYOUT",
+                f"{tensor.name} is not C-contiguous (strides {array.strides})",
+                where=tensor.name,
                 hints=("pass a contiguous copy, e.g. np.ascontiguousarray or cupy.ascontiguousarray",),
             )
 
@@ -228,7 +239,9 @@ class Module:
         made = {t.name: t for t in self.program.of_role("value", "result")}
         if name not in made:
             raise InputError(
-                "I-UNKNOWN", f"the Program writes no {name!r}", where=f"out[{name!r}]",
+                "I-UNKNOWN",
+                f"the Program writes no {name!r}",
+                where=f"out[{name!r}]",
                 hints=(f"it writes {', '.join(made)}",),
             )
         self._check_array(made[name], array, tokens)
@@ -237,7 +250,9 @@ class Module:
             begin = self.runner.address(given)
             if start < begin + int(given.nbytes) and begin < end:
                 raise InputError(
-                    "I-OVERLAP", f"out {name} overlaps input {other}", where=f"out[{name!r}]",
+                    "I-OVERLAP",
+                    f"out {name} overlaps input {other}",
+                    where=f"out[{name!r}]",
                     hints=("give each result memory of its own; inputs are never mutated",),
                 )
 
@@ -268,7 +283,8 @@ def _launch_order(plan: Plan) -> tuple[Kernel | Stage, ...]:
     done: set[str] = {t.name for t in plan.program.of_role("input", "parameter")}
     units: list[Kernel | Stage] = []
     waiting: list[Kernel | Stage] = [
-        *plan.kernels, *plan.program.stages_of_kind(*OPAQUE_KINDS),
+        *plan.kernels,
+        *plan.program.stages_of_kind(*OPAQUE_KINDS),
     ]
     while waiting:
         for unit in waiting:
@@ -296,8 +312,14 @@ class HostRunner:
     name = "host"
 
     def __init__(
-        self, plan: Plan, *, race: bool = False, compiler: str | None = None, order: str = "ascending",
-        seed: int = 0, source: str | None = None,
+        self,
+        plan: Plan,
+        *,
+        race: bool = False,
+        compiler: str | None = None,
+        order: str = "ascending",
+        seed: int = 0,
+        source: str | None = None,
     ) -> None:
         self.plan = plan
         self.race = race
@@ -311,9 +333,11 @@ class HostRunner:
         """numpy arrays only."""
         if not isinstance(value, np.ndarray):
             raise InputTypeError(
-                "I-ARRAY", f"{name} is a {type(value).__module__}.{type(value).__name__}, and the host backend "
+                "I-ARRAY",
+                f"{name} is a {type(value).__module__}.{type(value).__name__}, and the host backend "
                 "takes numpy arrays",
-                where=name, hints=("convert it explicitly, e.g. cupy.asnumpy(array) or tensor.cpu().numpy()",),
+                where=name,
+                hints=("convert it explicitly, e.g. cupy.asnumpy(array) or tensor.cpu().numpy()",),
             )
         return value
 
@@ -343,19 +367,27 @@ class HostRunner:
                 host.KernelSignature(s.name, tuple(host.Param(p.name, p.ctype, p.writable) for p in s.params))
                 for s in signatures
             ]
-            self._modules[scalar] = host.HostModule(
-                source, host_signatures, race=self.race, compiler=self.compiler
-            )
+            self._modules[scalar] = host.HostModule(source, host_signatures, race=self.race, compiler=self.compiler)
         return self._modules[scalar]
 
     def launch(
-        self, kernel: Kernel, scalar: bool, grid: tuple[int, int], args: list[Any], fresh: tuple[str, ...],
+        self,
+        kernel: Kernel,
+        scalar: bool,
+        grid: tuple[int, int],
+        args: list[Any],
+        fresh: tuple[str, ...],
         **options: Any,
     ) -> Any:
         """Run one kernel and return its LaunchReport."""
         settings = {"order": self.order, "seed": self.seed, **options}
         return self.module(scalar).launch(
-            kernel.name, grid, kernel.threads, args, uninitialised=fresh if self.race else frozenset(), **settings
+            kernel.name,
+            grid,
+            kernel.threads,
+            args,
+            uninitialised=fresh if self.race else frozenset(),
+            **settings,
         )
 
 
@@ -391,7 +423,9 @@ class CudaRunner:
         usable, reason = cuda.is_available()
         if not usable:
             raise EnvironmentFault(
-                "E-NO-GPU", f"the cuda backend is not usable: {reason}", where="--backend cuda",
+                "E-NO-GPU",
+                f"the cuda backend is not usable: {reason}",
+                where="--backend cuda",
                 hints=("`mhcgen doctor` says what is missing", "use --backend host"),
             )
 
@@ -399,9 +433,11 @@ class CudaRunner:
         """CuPy arrays only."""
         if not type(value).__module__.startswith("cupy"):
             raise InputTypeError(
-                "I-ARRAY", f"{name} is a {type(value).__module__}.{type(value).__name__}, and the cuda backend "
+                "I-ARRAY",
+                f"{name} is a {type(value).__module__}.{type(value).__name__}, and the cuda backend "
                 "takes CuPy arrays",
-                where=name, hints=("move it explicitly, e.g. cupy.asarray(array)",),
+                where=name,
+                hints=("move it explicitly, e.g. cupy.asarray(array)",),
             )
         return value
 
@@ -429,7 +465,12 @@ class CudaRunner:
         return self._modules[scalar]
 
     def launch(
-        self, kernel: Kernel, scalar: bool, grid: tuple[int, int], args: list[Any], fresh: tuple[str, ...],
+        self,
+        kernel: Kernel,
+        scalar: bool,
+        grid: tuple[int, int],
+        args: list[Any],
+        fresh: tuple[str, ...],
         **options: Any,
     ) -> Any:
         """Launch one kernel on the current stream; returns None, nothing is waited for."""
@@ -455,7 +496,9 @@ def load(plan: Plan, backend: str = "auto", **options: Any) -> Module:
     if backend == "cuda":
         return Module(plan, CudaRunner(plan, **options))
     raise UsageError(
-        "U-BACKEND", f"backend must be auto, host or cuda, got {backend!r}", where="--backend",
+        "U-BACKEND",
+        f"backend must be auto, host or cuda, got {backend!r}",
+        where="--backend",
         hints=("choose one of auto, host, cuda",),
     )
 

@@ -87,9 +87,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
 
 def plan_violations(plan: Plan) -> list[str]:
     """All violations of the rules that hold after the passes already run."""
-    return [
-        f"{rule.__name__}: {text}" for name in plan.done for rule in RULES[name] for text in rule(plan)
-    ]
+    return [f"{rule.__name__}: {text}" for name in plan.done for rule in RULES[name] for text in rule(plan)]
 
 
 def verify_plan(plan: Plan) -> None:

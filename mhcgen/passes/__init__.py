@@ -15,7 +15,12 @@ from mhcgen.verify import verify
 
 Pass = Callable[[Plan], Plan]
 
-PIPELINE: tuple[tuple[str, Pass], ...] = (("fuse", fuse), ("place", place), ("sync", sync), ("launch", launch))
+PIPELINE: tuple[tuple[str, Pass], ...] = (
+    ("fuse", fuse),
+    ("place", place),
+    ("sync", sync),
+    ("launch", launch),
+)
 
 
 def run_pipeline(program: Program, options: Options, *, stop_after: str | None = None, command: str = "") -> Plan:

@@ -53,7 +53,10 @@ def fuse(plan: Plan) -> Plan:
         for name in group:
             if name in seen:
                 raise refuse(
-                    "fuse", "F-OVERLAP", f"group {'+'.join(group)}", f"{name} is already in group {seen[name]}",
+                    "fuse",
+                    "F-OVERLAP",
+                    f"group {'+'.join(group)}",
+                    f"{name} is already in group {seen[name]}",
                     "name each stage once",
                 )
             seen[name] = "+".join(group)
@@ -65,7 +68,9 @@ def fuse(plan: Plan) -> Plan:
         if len(group) > 1:
             log.append(
                 Decision(
-                    "fuse", "+".join(group), "one kernel",
+                    "fuse",
+                    "+".join(group),
+                    "one kernel",
                     "asked for, and no path between its stages leaves the group",
                 )
             )
@@ -90,12 +95,18 @@ def requested_groups(program: Program, wish: str) -> list[tuple[str, ...]]:
             for name in names:
                 if name not in order:
                     raise refuse(
-                        "fuse", "F-UNKNOWN", f"group {part.strip()!r}", f"there is no stage or preset {name!r}",
+                        "fuse",
+                        "F-UNKNOWN",
+                        f"group {part.strip()!r}",
+                        f"there is no stage or preset {name!r}",
                         f"stages: {', '.join(order)}; presets: {', '.join(PRESETS)}",
                     )
             if len(set(names)) != len(names):
                 raise refuse(
-                    "fuse", "F-OVERLAP", f"group {part.strip()!r}", "a stage is named twice",
+                    "fuse",
+                    "F-OVERLAP",
+                    f"group {part.strip()!r}",
+                    "a stage is named twice",
                     "name each stage once",
                 )
             groups.append(names)
@@ -108,8 +119,12 @@ def _preset_groups(program: Program, preset: str) -> list[tuple[str, ...]]:
         for kind in required:
             if not program.stages_of_kind(kind):
                 raise refuse(
-                    "fuse", "F-PRESET", f"preset {preset}", f"the Program has no stage of kind {kind}",
-                    f"build it with that stage, or choose among the stages {', '.join(s.name for s in program.stages)}",
+                    "fuse",
+                    "F-PRESET",
+                    f"preset {preset}",
+                    f"the Program has no stage of kind {kind}",
+                    "build it with that stage, or choose among "
+                    f"{', '.join(stage.name for stage in program.stages)}",
                 )
         return have
 
@@ -136,7 +151,9 @@ def check_group(program: Program, group: tuple[str, ...]) -> None:
     for name in group:
         if program.stage(name).kind in OPAQUE_KINDS:
             raise refuse(
-                "fuse", "F-OPAQUE", f"group {'+'.join(group)}",
+                "fuse",
+                "F-OPAQUE",
+                f"group {'+'.join(group)}",
                 f"{name} is opaque: nothing is known of its inside, so no kernel can hold it",
                 "fuse the stages on one side of it",
                 Witness((name,), "opaque"),
@@ -149,7 +166,10 @@ def check_group(program: Program, group: tuple[str, ...]) -> None:
         reason = f"a path between {ends} leaves the group"
         reason += f" through the opaque {opaque[0]}" if opaque else f" through {inner[0]}"
         raise refuse(
-            "fuse", "F-ESCAPE", f"group {'+'.join(group)}", reason,
+            "fuse",
+            "F-ESCAPE",
+            f"group {'+'.join(group)}",
+            reason,
             _escape_hint(program, group, inner, bool(opaque)),
             Witness(tuple(path)),
         )
@@ -211,7 +231,7 @@ def _circle(
     program: Program, groups: list[tuple[str, ...]], home: dict[str, int], quotient: nx.DiGraph
 ) -> RefusedError:
     cycle = nx.find_cycle(quotient)
-    names = []
+    names: list[str] = []
     for a, b in cycle:
         edge = next(
             (u, v)
@@ -221,8 +241,12 @@ def _circle(
         names.extend(edge)
     involved = " and ".join("+".join(groups[a]) for a, _ in cycle if isinstance(a, int))
     return refuse(
-        "fuse", "F-ESCAPE", f"groups {involved}", "each needs a result of the other, so neither can launch first",
-        "split one of the groups", Witness(tuple(names)),
+        "fuse",
+        "F-ESCAPE",
+        f"groups {involved}",
+        "each needs a result of the other, so neither can launch first",
+        "split one of the groups",
+        Witness(tuple(names)),
     )
 
 

@@ -33,7 +33,9 @@ def launch(plan: Plan) -> Plan:
         total = sum(buffer.nbytes for buffer in kernel.buffers)
         if total > STATIC_SHARED:
             raise refuse(
-                "launch", "L-SHARED", kernel.name,
+                "launch",
+                "L-SHARED",
+                kernel.name,
                 f"it needs {total} bytes of shared memory, and a block has {STATIC_SHARED}",
                 "split the group, or use a register placement",
             )
@@ -45,7 +47,9 @@ def launch(plan: Plan) -> Plan:
             log=(
                 *plan.log,
                 Decision(
-                    "launch", kernel.name, f"{grid}, {kernel.threads} threads, {total} bytes shared",
+                    "launch",
+                    kernel.name,
+                    f"{grid}, {kernel.threads} threads, {total} bytes shared",
                     "tokens are on grid.x, and T is a run-time argument",
                 ),
             ),

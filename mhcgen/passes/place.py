@@ -79,7 +79,10 @@ def _check_options(options: Options) -> None:
         isinstance(threads, bool) or not isinstance(threads, int) or threads % 32 or not 32 <= threads <= 1024
     ):
         raise refuse(
-            "place", "L-THREADS", f"threads {threads!r}", "a block is a multiple of 32 threads from 32 to 1024",
+            "place",
+            "L-THREADS",
+            f"threads {threads!r}",
+            "a block is a multiple of 32 threads from 32 to 1024",
             "use a multiple of 32 up to 1024",
         )
 
@@ -142,13 +145,19 @@ def _pointwise(plan: Plan, kernel: Kernel, chunk: int, log: list[LogEntry]) -> K
     blocks = -(-hidden // (warps * 32 * chunk))
     log.append(
         Decision(
-            "place", kernel.name, f"{warps * 32} threads, {blocks} blocks a token, {chunk} columns a thread",
+            "place",
+            kernel.name,
+            f"{warps * 32} threads, {blocks} blocks a token, {chunk} columns a thread",
             "no stage reduces over columns, so blocks may share a token",
         )
     )
     return replace(
-        kernel, data_warps=warps, mix_warp=-1, warps=warps,
-        columns=_columns(plan, chunk, chunk, blocks), grid="token_columns",
+        kernel,
+        data_warps=warps,
+        mix_warp=-1,
+        warps=warps,
+        columns=_columns(plan, chunk, chunk, blocks),
+        grid="token_columns",
     )
 
 
@@ -196,7 +205,10 @@ def _slab_geometry(
     if need > have:
         if options.slab == "registers":
             raise refuse(
-                "place", "P-SLAB", kernel.name, f"the slab does not fit: it needs {fits}",
+                "place",
+                "P-SLAB",
+                kernel.name,
+                f"the slab does not fit: it needs {fits}",
                 "use more threads, or --slab global",
             )
         log.append(Decision("place", kernel.name, "streams stay in global memory", f"the slab needs {fits}"))
@@ -205,25 +217,31 @@ def _slab_geometry(
     if own:
         log.append(
             Decision(
-                "place", kernel.name, "a warp of its own for the mixes",
+                "place",
+                kernel.name,
+                "a warp of its own for the mixes",
                 "the graph has no path from sinkhorn to collapse, so both run at once",
             )
         )
     return replace(
-        kernel, data_warps=data_warps, mix_warp=data_warps if own else 0, warps=data_warps + extra,
+        kernel,
+        data_warps=data_warps,
+        mix_warp=data_warps if own else 0,
+        warps=data_warps + extra,
         columns=_columns(plan, run, chunk),
         places=tuple(Place(t, "thread") for t in streams),
     )
 
 
-def _slab_run(
-    options: Options, extra: int, hidden: int, chunk: int, floats: int, kernel: str
-) -> tuple[int, int]:
+def _slab_run(options: Options, extra: int, hidden: int, chunk: int, floats: int, kernel: str) -> tuple[int, int]:
     """Run and data warps for a slab of `floats` registers a column; fewer, wider threads while it does not fit."""
     most = MAX_WARPS - extra if options.threads is None else options.threads // 32 - extra
     if most < 1:
         raise refuse(
-            "place", "L-THREADS", kernel, "a Sinkhorn warp of its own leaves no data warp in this block",
+            "place",
+            "L-THREADS",
+            kernel,
+            "a Sinkhorn warp of its own leaves no data warp in this block",
             "use at least 64 threads, or --mix-warp shared",
         )
     run = _run(hidden, most * 32, chunk)
@@ -247,19 +265,27 @@ def _streaming(plan: Plan, kernel: Kernel, mixes: bool, chunk: int, log: list[Lo
         data_warps = options.threads // 32 - extra
     if data_warps < 1:
         raise refuse(
-            "place", "L-THREADS", kernel.name, "a Sinkhorn warp of its own leaves no data warp in this block",
+            "place",
+            "L-THREADS",
+            kernel.name,
+            "a Sinkhorn warp of its own leaves no data warp in this block",
             "use at least 64 threads, or --mix-warp shared",
         )
     run = _run(hidden, data_warps * 32, chunk)
     log.append(
         Decision(
-            "place", kernel.name, f"{(data_warps + extra) * 32} threads, {run} columns a thread in chunks of {chunk}",
+            "place",
+            kernel.name,
+            f"{(data_warps + extra) * 32} threads, {run} columns a thread in chunks of {chunk}",
             "threads own aligned runs of 2^k columns, so every block size sums in the same tree",
         )
     )
     return replace(
-        kernel, data_warps=data_warps, mix_warp=(data_warps if own else 0) if mixes else -1,
-        warps=data_warps + extra, columns=_columns(plan, run, chunk),
+        kernel,
+        data_warps=data_warps,
+        mix_warp=(data_warps if own else 0) if mixes else -1,
+        warps=data_warps + extra,
+        columns=_columns(plan, run, chunk),
     )
 
 
@@ -285,14 +311,18 @@ def _layout(plan: Plan, kernel: Kernel, stages: tuple[Stage, ...], log: list[Log
     square = power_of_two(n) ** 2
     if wish == "element" and square > 32:
         raise refuse(
-            "place", "P-ELEMENT", f"placement element at n = {n}",
+            "place",
+            "P-ELEMENT",
+            f"placement element at n = {n}",
             f"one element a lane needs {power_of_two(n)} x {power_of_two(n)} = {square} lanes, and a warp has 32",
             "use --placement row, which holds one row a lane up to n = 16",
         )
     limit = register_limit(kernel.warps)
     if wish == "registers" and n > limit:
         raise refuse(
-            "place", "P-REGISTERS", f"placement registers at n = {n}",
+            "place",
+            "P-REGISTERS",
+            f"placement registers at n = {n}",
             f"{n * n} elements and their sums in every lane would spill; the limit here is n = {limit}",
             "use --placement row, or shared",
         )
@@ -300,7 +330,14 @@ def _layout(plan: Plan, kernel: Kernel, stages: tuple[Stage, ...], log: list[Log
         log.append(Decision("place", "logits, comb", wish, "asked for"))
         return wish
     if plan.options.sync == "block":
-        log.append(Decision("place", "logits, comb", "shared", "block barriers were asked for, and only shared memory needs them"))
+        log.append(
+            Decision(
+                "place",
+                "logits, comb",
+                "shared",
+                "block barriers were asked for, and only shared memory needs them",
+            )
+        )
         return "shared"
     if square <= 32:
         log.append(
@@ -309,7 +346,9 @@ def _layout(plan: Plan, kernel: Kernel, stages: tuple[Stage, ...], log: list[Log
         return "element"
     log.append(
         Decision(
-            "place", "logits, comb", "row",
+            "place",
+            "logits, comb",
+            "row",
             f"{square} elements exceed the 32 lanes of a warp, and {n} rows do not: one row a lane",
         )
     )
@@ -336,7 +375,12 @@ def _places(
                 places[tensor] = Place(tensor, "thread" if in_thread else "global")
                 if not in_thread:
                     log.append(
-                        Decision("place", tensor, "global, read back by its writer", "a thread's run does not fit registers")
+                        Decision(
+                            "place",
+                            tensor,
+                            "global, read back by its writer",
+                            "a thread's run does not fit registers",
+                        )
                     )
             elif slot in ("logits", "mixes_scaled") and layout in ("element", "row", "registers"):
                 lane_ok = slot == "logits" or not plan.escapes(kernel, tensor)
@@ -344,9 +388,7 @@ def _places(
             else:
                 places[tensor] = Place(tensor, "shared")
         if stage.kind == "sinkhorn":
-            places[stage.result("comb")] = replace(
-                places[stage.result("comb")], layout=layout
-            )
+            places[stage.result("comb")] = replace(places[stage.result("comb")], layout=layout)
         for tensor in stage.reads:
             places.setdefault(tensor, Place(tensor, "global"))
     return tuple(places[name] for name in sorted(places))

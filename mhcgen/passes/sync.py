@@ -47,7 +47,9 @@ def _explain(plan: Plan, kernel: Kernel) -> list[LogEntry]:
         rounds = -(-mixes // 32)
         entries.append(
             Decision(
-                "sync", kernel.name, "one warp covers the mixes",
+                "sync",
+                kernel.name,
+                "one warp covers the mixes",
                 f"({2 + n}) * {n} = {mixes} mixes "
                 + (
                     "fit the 32 lanes of a warp"
@@ -60,9 +62,7 @@ def _explain(plan: Plan, kernel: Kernel) -> list[LogEntry]:
     if not syncs:
         entries.append(Decision("sync", kernel.name, "no barrier", "no two threads touch the same memory"))
     for barrier in syncs:
-        weakest = max(
-            (hazard.scope for hazard in barrier.because), key=lambda s: ("warp", "data", "block").index(s)
-        )
+        weakest = max((hazard.scope for hazard in barrier.because), key=lambda s: ("warp", "data", "block").index(s))
         because = {
             "warp": "every access is in one warp",
             "data": "only data warps touch it, and the mix warp must not be kept waiting",

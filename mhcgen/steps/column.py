@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mhcgen.ir import Stage
 from mhcgen.passes.refuse import refuse
-from mhcgen.plan import Access
+from mhcgen.plan import Access, Declare
 from mhcgen.steps.context import Context, identifier
 
 
@@ -18,11 +20,19 @@ def expand(context: Context, stage: Stage) -> None:
     source, reads, declares = context.column_source(stage.operand("e"))
     target = stage.result("x")
     context.step(
-        stage, "copy", "expand", "data", reads + _stream_writes(context, target),
+        stage,
+        "copy",
+        "expand",
+        "data",
+        reads + _stream_writes(context, target),
         declares + _stream_declares(context, target),
-        n=context.n, sinks=_stream_sinks(context, target), out=context.row(target),
-        out_registers=context.registers(target), store=f"mhc_store_{context.dtype(target)}",
-        **source, **context.column_fields(),
+        n=context.n,
+        sinks=_stream_sinks(context, target),
+        out=context.row(target),
+        out_registers=context.registers(target),
+        store=f"mhc_store_{context.dtype(target)}",
+        **source,
+        **context.column_fields(),
     )
 
 
@@ -38,8 +48,8 @@ def _stream_writes(context: Context, tensor: str) -> tuple[Access, ...]:
     return (Access(f"global:{tensor}", True, own=True),)
 
 
-def _stream_declares(context: Context, tensor: str) -> tuple[tuple[str, tuple[tuple[str, object], ...]], ...]:
-    return (context.declare_streams(tensor),) * (context.place(tensor).space == "thread")  # type: ignore[return-value]
+def _stream_declares(context: Context, tensor: str) -> tuple[Declare, ...]:
+    return (context.declare_streams(tensor),) * (context.place(tensor).space == "thread")
 
 
 def project(context: Context, stage: Stage) -> None:
@@ -50,14 +60,32 @@ def project(context: Context, stage: Stage) -> None:
     source, reads, declares = context.streams(x)
     fields = context.column_fields()
     context.step(
-        stage, "partial", "project_partial", "data", (*reads, Access(part, True)), declares,
-        part=part, fn=context.row(stage.operand("fn")), n=context.n, rows=rows,
-        row_length=context.n * context.hidden, warps=context.kernel.data_warps,
-        levels=levels(context.columns.chunks), **source, **fields,
+        stage,
+        "partial",
+        "project_partial",
+        "data",
+        (*reads, Access(part, True)),
+        declares,
+        part=part,
+        fn=context.row(stage.operand("fn")),
+        n=context.n,
+        rows=rows,
+        row_length=context.n * context.hidden,
+        warps=context.kernel.data_warps,
+        levels=levels(context.columns.chunks),
+        **source,
+        **fields,
     )
     context.step(
-        stage, "total", "project_total", "mix", (Access(part, False), *context.small_accesses(mixes)),
-        part=part, rows=rows, warps=context.kernel.data_warps, targets=context.small_targets(mixes),
+        stage,
+        "total",
+        "project_total",
+        "mix",
+        (Access(part, False), *context.small_accesses(mixes)),
+        part=part,
+        rows=rows,
+        warps=context.kernel.data_warps,
+        targets=context.small_targets(mixes),
     )
 
 
@@ -67,8 +95,17 @@ def collapse(context: Context, stage: Stage) -> None:
     source, reads, declares = context.streams(stage.operand("x"))
     sinks, writes, more = context.column_sinks(stage.result("y"))
     context.step(
-        stage, "columns", "collapse", "data", (*context.gate_accesses(pre), *reads, *writes), declares + more,
-        pre=context.gate_source(pre), n=context.n, **source, **sinks, **context.column_fields(),
+        stage,
+        "columns",
+        "collapse",
+        "data",
+        (*context.gate_accesses(pre), *reads, *writes),
+        declares + more,
+        pre=context.gate_source(pre),
+        n=context.n,
+        **source,
+        **sinks,
+        **context.column_fields(),
     )
 
 
@@ -80,17 +117,36 @@ def norm(context: Context, stage: Stage) -> None:
     source, reads, declares = context.column_source(y)
     fields = context.column_fields()
     context.step(
-        stage, "partial", "norm_partial", "data", (*reads, Access(part, True)), declares,
-        part=part, acc=acc, levels=levels(context.columns.chunks), **source, **fields,
+        stage,
+        "partial",
+        "norm_partial",
+        "data",
+        (*reads, Access(part, True)),
+        declares,
+        part=part,
+        acc=acc,
+        levels=levels(context.columns.chunks),
+        **source,
+        **fields,
     )
     sinks, writes, more = context.column_sinks(stage.result("z"))
     weighted = any(slot == "weight" for slot, _ in stage.operands)
-    weight = {"weight": context.row(stage.operand("weight"))} if weighted else {}
+    weight: dict[str, Any] = {"weight": context.row(stage.operand("weight"))} if weighted else {}
     context.step(
-        stage, "apply", "norm_apply_weight" if weighted else "norm_apply", "data",
-        (*reads, Access(part, False), *writes), declares + more,
-        part=part, acc=acc, warps=context.kernel.data_warps, eps=stage.attr("eps"),
-        **weight, **source, **sinks, **fields,
+        stage,
+        "apply",
+        "norm_apply_weight" if weighted else "norm_apply",
+        "data",
+        (*reads, Access(part, False), *writes),
+        declares + more,
+        part=part,
+        acc=acc,
+        warps=context.kernel.data_warps,
+        eps=stage.attr("eps"),
+        **weight,
+        **source,
+        **sinks,
+        **fields,
     )
 
 
@@ -99,7 +155,9 @@ def quant(context: Context, stage: Stage) -> None:
     run, group = context.columns.run, stage.attr("group")
     if group > 32 * run:
         raise refuse(
-            "place", "P-QUANT-GROUP", context.kernel.name,
+            "place",
+            "P-QUANT-GROUP",
+            context.kernel.name,
             f"a group of {group} columns spans {group // run} threads of {run} columns, and a warp has 32",
             f"use fewer threads, so that a thread holds at least {group // 32} columns",
         )
@@ -107,14 +165,25 @@ def quant(context: Context, stage: Stage) -> None:
     scheme = stage.attr("scheme") + ("_pow2" if stage.attr("pow2") else "")
     inside = run >= group
     context.step(
-        stage, "columns", "quant_in_thread" if inside else "quant_across_lanes", "data", reads, declares,
-        group=group, group_chunks=max(1, group // context.columns.chunk), groups=-(-context.hidden // group),
-        lanes=max(1, group // run), quantise=f"mhc_quantise_{stage.attr('scheme')}",
-        scale_of=f"mhc_scale_{scheme}", inverse_of="mhc_inverse_scale",
+        stage,
+        "columns",
+        "quant_in_thread" if inside else "quant_across_lanes",
+        "data",
+        reads,
+        declares,
+        group=group,
+        group_chunks=max(1, group // context.columns.chunk),
+        groups=-(-context.hidden // group),
+        lanes=max(1, group // run),
+        quantise=f"mhc_quantise_{stage.attr('scheme')}",
+        scale_of=f"mhc_scale_{scheme}",
+        inverse_of="mhc_inverse_scale",
         store=f"mhc_store_{context.dtype(stage.result('q'))}",
-        q=context.row(stage.result("q")), q_scale=context.row(stage.result("q_scale")),
+        q=context.row(stage.result("q")),
+        q_scale=context.row(stage.result("q_scale")),
         q_type={"q8": "signed char", "fp8": "unsigned char"}[stage.attr("scheme")],
-        **source, **context.column_fields(),
+        **source,
+        **context.column_fields(),
     )
 
 
@@ -124,15 +193,29 @@ def post(context: Context, stage: Stage) -> None:
     source, reads, declares = context.streams(stage.operand("x"))
     branch, more_reads, more_declares = context.column_source(stage.operand("f"))
     context.step(
-        stage, "columns", "post", "data",
-        (*context.gate_accesses(gates), *context.gate_accesses(comb), *reads, *more_reads,
-         *_stream_writes(context, target)),
+        stage,
+        "columns",
+        "post",
+        "data",
+        (
+            *context.gate_accesses(gates),
+            *context.gate_accesses(comb),
+            *reads,
+            *more_reads,
+            *_stream_writes(context, target),
+        ),
         declares + more_declares + _stream_declares(context, target),
-        post=context.gate_source(gates), comb=context.gate_source(comb), n=context.n,
-        sinks=_stream_sinks(context, target), out=context.row(target),
-        out_registers=context.registers(target), store=f"mhc_store_{context.dtype(target)}",
+        post=context.gate_source(gates),
+        comb=context.gate_source(comb),
+        n=context.n,
+        sinks=_stream_sinks(context, target),
+        out=context.row(target),
+        out_registers=context.registers(target),
+        store=f"mhc_store_{context.dtype(target)}",
         round=f"mhc_round_{context.dtype(target)}",
-        **source, **branch, **context.column_fields(),
+        **source,
+        **branch,
+        **context.column_fields(),
     )
 
 
@@ -141,6 +224,15 @@ def mean(context: Context, stage: Stage) -> None:
     source, reads, declares = context.streams(stage.operand("x"))
     sinks, writes, more = context.column_sinks(stage.result("y"))
     context.step(
-        stage, "columns", "mean", "data", (*reads, *writes), declares + more,
-        n=context.n, count=float(context.n), **source, **sinks, **context.column_fields(),
+        stage,
+        "columns",
+        "mean",
+        "data",
+        (*reads, *writes),
+        declares + more,
+        n=context.n,
+        count=float(context.n),
+        **source,
+        **sinks,
+        **context.column_fields(),
     )

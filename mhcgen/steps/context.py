@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from mhcgen.ir import AttrValue, Stage
+from typing import Any
+
+from mhcgen.ir import Stage
 from mhcgen.plan import Access, Buffer, Columns, Declare, Kernel, Node, Place, Plan, Step
 
 LANE_LAYOUTS = ("element", "row", "registers")
@@ -71,7 +73,7 @@ class Context:
     def small_targets(self, tensor: str) -> tuple[str, ...]:
         """Where mix work stores a small per-token tensor: shared, global or both."""
         place = self.place(tensor)
-        targets = (self.shared(tensor),) if place.space == "shared" else ()
+        targets: tuple[str, ...] = (self.shared(tensor),) if place.space == "shared" else ()
         if place.space == "global" or self.plan.escapes(self.kernel, tensor):
             targets += (self.row(tensor),)
         return targets
@@ -110,7 +112,7 @@ class Context:
         declares: tuple[Declare, ...] = (),
         early: bool = False,
         into: list[Node] | None = None,
-        **fields: AttrValue,
+        **fields: Any,
     ) -> Step:
         """Append a step; early steps go before everything that waits."""
         if "unroll" in fields and any(name in ("streams", "column") for name, _ in declares):
@@ -129,12 +131,12 @@ class Context:
         target.append(made)
         return made
 
-    def declare(self, template: str, **fields: AttrValue) -> Declare:
+    def declare(self, template: str, **fields: Any) -> Declare:
         """A register declaration."""
         return (template, tuple(sorted(fields.items())))
 
     # ---- columns --------------------------------------------------------------------------------
-    def column_fields(self) -> dict[str, AttrValue]:
+    def column_fields(self) -> dict[str, Any]:
         """Fields every column step has."""
         c = self.columns
         return {
@@ -146,10 +148,10 @@ class Context:
             "first": "column_first",
         }
 
-    def streams(self, tensor: str) -> tuple[dict[str, AttrValue], tuple[Access, ...], tuple[Declare, ...]]:
+    def streams(self, tensor: str) -> tuple[dict[str, Any], tuple[Access, ...], tuple[Declare, ...]]:
         """Fields, accesses and declarations of a step that reads chunks of the streams."""
         if self.place(tensor).space == "thread":
-            fields: dict[str, AttrValue] = {
+            fields: dict[str, Any] = {
                 "streams_from": "columns/streams_from_registers.cu.j2",
                 "streams": self.registers(tensor),
             }
@@ -164,31 +166,35 @@ class Context:
     def declare_streams(self, tensor: str) -> Declare:
         """Registers that hold a thread's run of all streams."""
         c = self.columns
-        return self.declare(
-            "streams", name=self.registers(tensor), chunks=c.chunks, streams_n=self.n, chunk=c.chunk
-        )
+        return self.declare("streams", name=self.registers(tensor), chunks=c.chunks, streams_n=self.n, chunk=c.chunk)
 
     def load_slab(self) -> None:
         """Load the streams that live in registers and come from global memory, before anything waits."""
         for place in self.kernel.places:
             tensor = place.tensor
             if place.space == "thread" and not self.plan.made_in(self.kernel, tensor):
-                reader = next(
-                    s for s in self.plan.kernel_stages(self.kernel) if tensor in s.reads
-                )
+                reader = next(s for s in self.plan.kernel_stages(self.kernel) if tensor in s.reads)
                 self.step(
-                    reader, f"load_{identifier(tensor)}", "load_streams", "data", early=True,
+                    reader,
+                    f"load_{identifier(tensor)}",
+                    "load_streams",
+                    "data",
+                    early=True,
                     declares=(self.declare_streams(tensor),),
-                    target=self.registers(tensor), source=self.row(tensor), n=self.n,
-                    load=f"mhc_load_{self.dtype(tensor)}", **self.column_fields(),
+                    target=self.registers(tensor),
+                    source=self.row(tensor),
+                    n=self.n,
+                    load=f"mhc_load_{self.dtype(tensor)}",
+                    **self.column_fields(),
                 )
 
-    def column_source(self, tensor: str) -> tuple[dict[str, AttrValue], tuple[Access, ...], tuple[Declare, ...]]:
+    def column_source(self, tensor: str) -> tuple[dict[str, Any], tuple[Access, ...], tuple[Declare, ...]]:
         """Fields, accesses and declarations of a step that reads chunks of a [T, H] tensor."""
         if self.place(tensor).space == "thread":
             return (
                 {"column_from": "columns/column_from_registers.cu.j2", "column": self.registers(tensor)},
-                (), (self.declare_column(tensor),),
+                (),
+                (self.declare_column(tensor),),
             )
         made_here = self.plan.made_in(self.kernel, tensor)
         return (
@@ -196,7 +202,8 @@ class Context:
                 "column_from": f"columns/column_from_global_{self.dtype(tensor)}.cu.j2",
                 "column": self.row(tensor),
             },
-            (Access(f"global:{tensor}", False, own=True),) * made_here, (),
+            (Access(f"global:{tensor}", False, own=True),) * made_here,
+            (),
         )
 
     def declare_column(self, tensor: str) -> Declare:
@@ -204,7 +211,7 @@ class Context:
         c = self.columns
         return self.declare("column", name=self.registers(tensor), chunks=c.chunks, chunk=c.chunk)
 
-    def column_sinks(self, tensor: str) -> tuple[dict[str, AttrValue], tuple[Access, ...], tuple[Declare, ...]]:
+    def column_sinks(self, tensor: str) -> tuple[dict[str, Any], tuple[Access, ...], tuple[Declare, ...]]:
         """Fields, accesses and declarations of a step that writes chunks of a [T, H] tensor."""
         sinks: list[str] = []
         accesses: tuple[Access, ...] = ()
@@ -224,5 +231,6 @@ class Context:
                 "out": self.row(tensor),
                 "out_registers": self.registers(tensor),
             },
-            accesses, declares,
+            accesses,
+            declares,
         )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from mhcgen.ir import AttrValue, Stage
+from typing import Any
+
+from mhcgen.ir import Stage
 from mhcgen.plan import Access, Declare
 from mhcgen.steps.column import levels
 from mhcgen.steps.context import LANE_LAYOUTS, Context, identifier
 
 
-def lane_fields(context: Context) -> dict[str, AttrValue]:
+def lane_fields(context: Context) -> dict[str, Any]:
     """Sizes every lane-layout step needs."""
     n = context.n
     power = 1 << (n - 1).bit_length()
@@ -36,29 +38,56 @@ def rowsq(context: Context, stage: Stage) -> None:
     part = context.share(f"s_{identifier(stage.name)}_part", acc, context.kernel.data_warps)
     source, reads, declares = context.streams(x)
     context.step(
-        stage, "partial", "sumsq_partial", "data", (*reads, Access(part, True)), declares,
-        part=part, acc=acc, n=context.n, levels=levels(context.columns.chunks), **source,
+        stage,
+        "partial",
+        "sumsq_partial",
+        "data",
+        (*reads, Access(part, True)),
+        declares,
+        part=part,
+        acc=acc,
+        n=context.n,
+        levels=levels(context.columns.chunks),
+        **source,
         **context.column_fields(),
     )
     count = context.n * context.hidden
     context.step(
-        stage, "inverse", "sumsq_total", "mix", (Access(part, False),),
+        stage,
+        "inverse",
+        "sumsq_total",
+        "mix",
+        (Access(part, False),),
         (context.declare("inverse_rms"),),
-        part=part, acc=acc, warps=context.kernel.data_warps, count=count, eps=stage.attr("eps"),
+        part=part,
+        acc=acc,
+        warps=context.kernel.data_warps,
+        count=count,
+        eps=stage.attr("eps"),
     )
     if context.place(scaled).space == "lane":
         _fetch_mixes(context, stage, mixes)
         context.step(
-            stage, "scale", "scale_lanes", "mix", (), (GATES, *lane_declares(context)),
+            stage,
+            "scale",
+            "scale_lanes",
+            "mix",
+            (),
+            (GATES, *lane_declares(context)),
             elements=lane_fields(context)["elements"],
         )
         return
     rows = context.elements(scaled)
     context.step(
-        stage, "scale", "scale_mixes", "mix",
+        stage,
+        "scale",
+        "scale_mixes",
+        "mix",
         (*context.gate_accesses(mixes), *context.small_accesses(scaled)),
         (context.declare("inverse_rms"),),
-        rows=rows, source=context.gate_source(mixes), targets=context.small_targets(scaled),
+        rows=rows,
+        source=context.gate_source(mixes),
+        targets=context.small_targets(scaled),
     )
 
 
@@ -67,9 +96,16 @@ def _fetch_mixes(context: Context, stage: Stage, tensor: str) -> None:
     reads = context.gate_accesses(tensor)
     fields = lane_fields(context)
     context.step(
-        stage, "fetch", f"fetch_mixes_{context.layout}", "mix", reads, (GATES, *lane_declares(context)),
+        stage,
+        "fetch",
+        f"fetch_mixes_{context.layout}",
+        "mix",
+        reads,
+        (GATES, *lane_declares(context)),
         early=not reads and not context.plan.made_in(context.kernel, tensor),
-        source=context.gate_source(tensor), n=context.n, elements=fields["elements"],
+        source=context.gate_source(tensor),
+        n=context.n,
+        elements=fields["elements"],
     )
 
 
@@ -79,7 +115,7 @@ def gates(context: Context, stage: Stage) -> None:
     pre, post, logits = stage.result("pre"), stage.result("post"), stage.result("logits")
     scale, base = context.row(stage.operand("scale")), context.row(stage.operand("base"))
     writes = (*context.small_accesses(pre), *context.small_accesses(post))
-    common: dict[str, AttrValue] = {
+    common: dict[str, Any] = {
         "n": context.n,
         "pre_eps": stage.attr("pre_eps"),
         "post_mult": stage.attr("post_mult"),
@@ -92,8 +128,17 @@ def gates(context: Context, stage: Stage) -> None:
             _fetch_mixes(context, stage, scaled)
         declares = (GATES, *lane_declares(context), context.declare("gate_parameters", elements=elements))
         context.step(
-            stage, "parameters", f"fetch_parameters_{context.layout}", "mix", (), declares, early=True,
-            scale=scale, base=base, n=context.n, elements=elements,
+            stage,
+            "parameters",
+            f"fetch_parameters_{context.layout}",
+            "mix",
+            (),
+            declares,
+            early=True,
+            scale=scale,
+            base=base,
+            n=context.n,
+            elements=elements,
         )
         context.step(stage, "lanes", "gates_lanes", "mix", writes, declares, elements=elements, **common)
         if context.place(logits).space != "lane":
@@ -104,17 +149,30 @@ def gates(context: Context, stage: Stage) -> None:
     if context.plan.escapes(context.kernel, logits):
         targets += (context.row(logits),)
     context.step(
-        stage, "strided", "gates_shared", "mix",
+        stage,
+        "strided",
+        "gates_shared",
+        "mix",
         (*context.gate_accesses(scaled), *writes, Access(matrix, True)),
-        source=context.gate_source(scaled), scale=scale, base=base, logit_targets=targets, **common,
+        source=context.gate_source(scaled),
+        scale=scale,
+        base=base,
+        logit_targets=targets,
+        **common,
     )
 
 
 def _store_matrix(context: Context, stage: Stage, piece: str, tensor: str) -> None:
     fields = lane_fields(context)
     context.step(
-        stage, piece, f"store_matrix_{context.layout}", "mix", context.small_accesses(tensor),
-        lane_declares(context), n=context.n, elements=fields["elements"],
+        stage,
+        piece,
+        f"store_matrix_{context.layout}",
+        "mix",
+        context.small_accesses(tensor),
+        lane_declares(context),
+        n=context.n,
+        elements=fields["elements"],
         targets=context.small_targets(tensor),
     )
 
@@ -123,8 +181,15 @@ def head_gates(context: Context, stage: Stage) -> None:
     """pre of the gated head: sigmoid of its own n mixes."""
     scaled, pre = stage.operand("mixes_scaled"), stage.result("pre")
     context.step(
-        stage, "strided", "head_gates", "mix", (*context.gate_accesses(scaled), *context.small_accesses(pre)),
-        n=context.n, source=context.gate_source(scaled), scale=context.row(stage.operand("scale")),
-        base=context.row(stage.operand("base")), pre_eps=stage.attr("pre_eps"),
+        stage,
+        "strided",
+        "head_gates",
+        "mix",
+        (*context.gate_accesses(scaled), *context.small_accesses(pre)),
+        n=context.n,
+        source=context.gate_source(scaled),
+        scale=context.row(stage.operand("scale")),
+        base=context.row(stage.operand("base")),
+        pre_eps=stage.attr("pre_eps"),
         pre_targets=context.small_targets(pre),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mhcgen.combs import HalfStep, comb_program
 from mhcgen.ir import Stage
 from mhcgen.plan import Access, Loop, Node
@@ -31,9 +33,14 @@ def sinkhorn(context: Context, stage: Stage) -> None:
         return
     matrix = _matrix(context, stage)
     context.step(
-        stage, "store", "store_matrix_shared", "mix",
+        stage,
+        "store",
+        "store_matrix_shared",
+        "mix",
         (Access(matrix, False), *context.small_accesses(comb)),
-        size=context.n * context.n, source=matrix, targets=context.small_targets(comb),
+        size=context.n * context.n,
+        source=matrix,
+        targets=context.small_targets(comb),
     )
 
 
@@ -46,9 +53,16 @@ def _fetch_logits(context: Context, stage: Stage) -> None:
     if context.place(logits).space == "lane":
         return
     context.step(
-        stage, "fetch", f"fetch_logits_{context.layout}", "mix", context.gate_accesses(logits),
-        lane_declares(context), early=not context.plan.made_in(context.kernel, logits),
-        source=context.gate_source(logits), n=context.n, elements=lane_fields(context)["elements"],
+        stage,
+        "fetch",
+        f"fetch_logits_{context.layout}",
+        "mix",
+        context.gate_accesses(logits),
+        lane_declares(context),
+        early=not context.plan.made_in(context.kernel, logits),
+        source=context.gate_source(logits),
+        n=context.n,
+        elements=lane_fields(context)["elements"],
     )
 
 
@@ -57,20 +71,35 @@ def _fetch_logits_shared(context: Context, stage: Stage) -> None:
     if context.plan.made_in(context.kernel, logits):
         return
     context.step(
-        stage, "fetch", "store_matrix_shared", "mix", (Access(matrix, True),),
-        size=context.n * context.n, source=context.row(logits), targets=(matrix,),
+        stage,
+        "fetch",
+        "store_matrix_shared",
+        "mix",
+        (Access(matrix, True),),
+        size=context.n * context.n,
+        source=context.row(logits),
+        targets=(matrix,),
     )
 
 
 def _half_step_lanes(context: Context, stage: Stage, step: HalfStep, piece: str, into: list[Node]) -> None:
     context.step(
-        stage, f"{piece}.{step.axis}_{step.op}", f"half_{context.layout}_{step.axis}", "mix", (),
-        lane_declares(context), into=into,
-        op=step.op, finish=step.finish, fn=step.fn, eps=stage.attr("eps"), **_half_fields(context, step),
+        stage,
+        f"{piece}.{step.axis}_{step.op}",
+        f"half_{context.layout}_{step.axis}",
+        "mix",
+        (),
+        lane_declares(context),
+        into=into,
+        op=step.op,
+        finish=step.finish,
+        fn=step.fn,
+        eps=stage.attr("eps"),
+        **_half_fields(context, step),
     )
 
 
-def _half_fields(context: Context, step: HalfStep) -> dict[str, int]:
+def _half_fields(context: Context, step: HalfStep) -> dict[str, Any]:
     """Sizes the template of this layout and axis names."""
     fields = lane_fields(context)
     power = int(fields["power"])
@@ -91,12 +120,32 @@ def _half_step_shared(context: Context, stage: Stage, step: HalfStep, piece: str
     name = f"{piece}.{step.axis}_{step.op}"
     along, across = (context.n, 1) if step.axis == "row" else (1, context.n)
     context.step(
-        stage, f"{name}.reduce", "reduce_shared", "mix", (Access(matrix, False), Access(reduced, True)),
-        into=into, matrix=matrix, reduced=reduced, n=context.n, along=along, across=across,
-        op=step.op, finish=step.finish, eps=stage.attr("eps"),
+        stage,
+        f"{name}.reduce",
+        "reduce_shared",
+        "mix",
+        (Access(matrix, False), Access(reduced, True)),
+        into=into,
+        matrix=matrix,
+        reduced=reduced,
+        n=context.n,
+        along=along,
+        across=across,
+        op=step.op,
+        finish=step.finish,
+        eps=stage.attr("eps"),
     )
     context.step(
-        stage, f"{name}.map", f"map_shared_{step.axis}", "mix", (Access(reduced, False), Access(matrix, True)),
-        into=into, matrix=matrix, reduced=reduced, n=context.n, size=context.n * context.n, fn=step.fn,
+        stage,
+        f"{name}.map",
+        f"map_shared_{step.axis}",
+        "mix",
+        (Access(reduced, False), Access(matrix, True)),
+        into=into,
+        matrix=matrix,
+        reduced=reduced,
+        n=context.n,
+        size=context.n * context.n,
+        fn=step.fn,
         eps=stage.attr("eps"),
     )
