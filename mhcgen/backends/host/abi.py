@@ -8,7 +8,7 @@ NONE = 0xFFFFFFFF
 
 READONLY, NEEDS_INIT, SHARED_STATIC, SHARED_DYNAMIC = 1, 2, 4, 8
 ACCESS_WRITE, ACCESS_ATOMIC = 1, 2
-WAIT_BLOCK = 0
+WAIT_BLOCK, WAIT_WARP, WAIT_NAMED = 0, 1, 2
 
 ORDERS = {"ascending": 0, "descending": 1, "random": 2, "warp-greedy": 3}
 
@@ -31,6 +31,9 @@ RULES = (
     "barrier-kinds",
     "barrier-exited",
     "barrier-diverged",
+    "barrier-named-arguments",
+    "barrier-named-counts",
+    "barrier-named-partial",
     "mask-without-self",
     "mask-lines",
     "mask-lanes-absent",

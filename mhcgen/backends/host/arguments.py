@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mhcgen.backends.host.buffers import GUARD_BYTES, POISON, HostBuffer, buffer_of
-from mhcgen.backends.host.signature import KernelSignature, Param, scalar_value
+from mhcgen.backends.signature import KernelSignature, Param, cast_scalar
 from mhcgen.errors import InputError, InputTypeError, UsageError
 
 
@@ -90,10 +90,10 @@ def bind(signature: KernelSignature, args: Sequence[object], uninitialised: froz
         raise UsageError("X-UNINIT", f"not a pointer parameter: {sorted(unknown)[0]}", where=signature.name)
     keep: list[object] = []
     arrays: dict[str, tuple[Param, npt.NDArray[Any]]] = {}
-    slots: list[ctypes.c_void_p | ctypes._SimpleCData[object]] = []
+    slots: list[ctypes.c_void_p | npt.NDArray[Any]] = []
     for param, value in zip(signature.params, args, strict=True):
         if not param.is_pointer:
-            slots.append(scalar_value(param, value))
+            slots.append(np.array([cast_scalar(param, value)]))
             continue
         slots.append(ctypes.c_void_p(None))
         if value is not None:
@@ -105,7 +105,8 @@ def bind(signature: KernelSignature, args: Sequence[object], uninitialised: froz
             assert isinstance(slot, ctypes.c_void_p)
             slot.value = buffers[view.index].buffer.address + view.offset
     keep += slots
-    pointers = (ctypes.c_void_p * max(1, len(slots)))(*[ctypes.addressof(slot) for slot in slots])
+    places = [slot.ctypes.data if isinstance(slot, np.ndarray) else ctypes.addressof(slot) for slot in slots]
+    pointers = (ctypes.c_void_p * max(1, len(slots)))(*places)
     return Bound(pointers, buffers, views, keep)
 
 
@@ -117,12 +118,14 @@ def _checked_array(param: Param, value: object) -> npt.NDArray[Any]:
             f"a {type(value).__name__} given for {param.ctype}; pass a numpy array",
             where=param.name,
         )
-    if param.element_dtypes and array.dtype.name not in param.element_dtypes:
+    # Raw bits of a 16-bit or 8-bit float type are fine; converting dtypes silently is not.
+    raw_bits = np.dtype(f"u{param.dtype.itemsize}") if param.dtype.itemsize <= 2 else param.dtype
+    if array.dtype not in (param.dtype, raw_bits):
         raise InputTypeError(
             "X-DTYPE",
-            f"an array of {array.dtype.name} given for {param.ctype}",
+            f"an array of {array.dtype} given for {param.ctype}",
             where=param.name,
-            hints=(f"pass {' or '.join(param.element_dtypes)}",),
+            hints=(f"pass an array of {param.dtype}",),
         )
     if not array.flags.c_contiguous:
         raise InputError(
@@ -136,9 +139,7 @@ def _checked_array(param: Param, value: object) -> npt.NDArray[Any]:
             "X-LAYOUT", f"the array's bytes are not plain native numbers: {array.dtype}", where=param.name
         )
     if param.writable and not array.flags.writeable:
-        raise InputError(
-            "X-LAYOUT", "the kernel writes to an array that is read-only in numpy", where=param.name
-        )
+        raise InputError("X-LAYOUT", "the kernel writes to an array that is read-only in numpy", where=param.name)
     return array
 
 

@@ -1,4 +1,4 @@
-"""From emitted text to a loadable module: compiler search, the unit around the emission, compile, link, cache."""
+"""From emitted text to a loadable module: find a compiler, compile, link, cache."""
 
 from __future__ import annotations
 
@@ -18,13 +18,11 @@ from pathlib import Path
 from typing import Literal
 
 from mhcgen import cache
-from mhcgen.backends.host.signature import KernelSignature
+from mhcgen.backends.host.unit import unit_text
+from mhcgen.backends.signature import KernelSignature
 from mhcgen.errors import CompileError, EnvironmentFault, UsageError
 
 Fibers = Literal["asm", "ucontext"]
-
-# Dynamic shared memory that a block can have at most: 227 KB on sm_90 and sm_100.
-MAX_DYNAMIC_SHARED = 232448
 
 ENV_CXX = "MHCGEN_CXX"
 _HERE = Path(__file__).parent
@@ -65,7 +63,7 @@ def find_compiler(explicit: str | None = None) -> Compiler:
     """The compiler to use: `explicit`, else `MHCGEN_CXX`, else g++, clang++, c++, else the ziglang package.
 
     Raises:
-        EnvironmentFault: `E-CXX` if the one asked for does not run or is too old, `E-NO-CXX` if there is none.
+        EnvironmentFault: `E-CXX` if the one asked for cannot be used, `E-NO-CXX` if there is none.
     """
     wish = explicit or os.environ.get(ENV_CXX)
     if wish:
@@ -73,9 +71,7 @@ def find_compiler(explicit: str | None = None) -> Compiler:
         if isinstance(found, Compiler):
             return found
         source = "the compiler argument" if explicit else ENV_CXX
-        raise EnvironmentFault(
-            "E-CXX", f"{source} names a compiler that cannot be used", where=wish, notes=(found,)
-        )
+        raise EnvironmentFault("E-CXX", f"{source} names a compiler that cannot be used", where=wish, notes=(found,))
     rejected = []
     for name in ("g++", "clang++", "c++"):
         path = shutil.which(name)
@@ -135,46 +131,9 @@ def build(
         # Relative names, so that the same emission gives the same bytes in every directory.
         mapped = f"-ffile-prefix-map={work}=."
         _run(cxx, (*compile_flags, mapped, "-c", "unit.cpp", "-o", "unit.o"), work, key, unit)
-        # A second command: with -fsanitize=thread on it, the driver would pull in the sanitizer's own runtime.
+        # A second command: with -fsanitize=thread on it, the driver would link the sanitizer's own runtime.
         _run(cxx, (*_link_flags(cxx), "unit.o", str(runtime), "-lm", "-o", "module.so"), work, key, unit)
         return Built(cache.store(key, ".so", work / "module.so"), compiled=True)
-
-
-def unit_text(source: str, kernels: Sequence[KernelSignature], name: str) -> str:
-    """The translation unit: prelude, the emission unchanged, dynamic shared memory, one entry per kernel."""
-    tail = ['#line 1 "mhcgen-host-entries"', "static thread_local volatile char mhc_unit_anchor;"]
-    names = dynamic_shared_names(source)
-    if names:
-        tail.append(
-            'extern "C" { __attribute__((aligned(1024))) thread_local unsigned char '
-            f"mhc_unit_dynamic[{MAX_DYNAMIC_SHARED}]; }}"
-        )
-        # All dynamic arrays of a module are one memory, whatever their names and types.
-        tail += [f'__asm__(".globl {n}\\n.set {n}, mhc_unit_dynamic\\n");' for n in names]
-    bounds = (
-        "*low = (char*)mhc_unit_dynamic; *high = *low + sizeof mhc_unit_dynamic;"
-        if names
-        else "*low = *high = 0;"
-    )
-    tail.append(
-        'extern "C" __attribute__((no_sanitize("thread"))) char* mhc_unit_shared(char** low, char** high) '
-        f"{{ mhc_unit_anchor = 0; {bounds} return *low; }}"
-    )
-    tail += [kernel.entry for kernel in kernels]
-    return "\n".join(['#include "prelude.h"', f'#line 1 "{source_name(name)}"', source, *tail, ""])
-
-
-def dynamic_shared_names(source: str) -> tuple[str, ...]:
-    """The names of the `extern __shared__` arrays that an emission declares, sorted."""
-    bare = re.sub(r"//[^\n]*|/\*.*?\*/", " ", source, flags=re.DOTALL)
-    declarations = re.findall(r"\b(?:extern\s+__shared__|__shared__\s+extern)\b([^;]*);", bare)
-    names = (re.search(r"([A-Za-z_]\w*)\s*\[[^\]]*\]\s*$", text) for text in declarations)
-    return tuple(sorted({match.group(1) for match in names if match}))
-
-
-def source_name(name: str) -> str:
-    """The file name of an emission in compiler messages and findings."""
-    return re.sub(r'["\\\n]', "_", name if name.endswith(".cu") else f"{name}.cu")
 
 
 def _check_platform() -> None:
@@ -247,8 +206,8 @@ def _race_flags(cxx: Compiler) -> tuple[str, ...]:
 
 
 def _link_flags(cxx: Compiler) -> tuple[str, ...]:
-    # -z defs: an intrinsic that nobody defines fails here, not at the launch. -Bsymbolic: our callbacks win even
-    # in a process that has loaded a sanitizer.
+    # -z defs: an intrinsic that nobody defines fails here, not at the launch. -Bsymbolic: our callbacks win
+    # even in a process that has loaded a sanitizer.
     flags = ("-shared", "-Wl,-z,defs", "-Wl,-Bsymbolic", "-Wl,--as-needed")
     return flags if cxx.family == "gcc" else (*flags, "-nostdlib++")
 
@@ -291,9 +250,7 @@ def _run(cxx: Compiler, arguments: tuple[str, ...], work: Path, key: str, unit: 
             env=_environment(),
         )
     except OSError as fault:
-        raise EnvironmentFault(
-            "E-CXX", f"the compiler cannot be started: {fault}", where=cxx.command[0]
-        ) from fault
+        raise EnvironmentFault("E-CXX", f"the compiler cannot be started: {fault}", where=cxx.command[0]) from fault
     if answer.returncode == 0:
         return
     where = str(cache.store(key, ".failed.cpp", unit.encode())) if unit else str(_HERE / "runtime.cpp")

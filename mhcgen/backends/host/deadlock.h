@@ -3,13 +3,9 @@
 
 #include "sync.h"
 
-static int line_of_wait(const Fiber* fiber) {
-  return fiber->state == State::AtBlockBarrier ? fiber->block_call.line : fiber->warp_call.line;
-}
-
 static bool same_wait(const Fiber* a, const Fiber* b) {
   if (a->state != b->state || line_of_wait(a) != line_of_wait(b)) return false;
-  if (a->state == State::AtBlockBarrier) return a->block_call.op == b->block_call.op;
+  if (a->state != State::InWarpOperation) return a->block_call.op == b->block_call.op;
   return a->warp_call.op == b->warp_call.op && a->warp_call.mask == b->warp_call.mask;
 }
 
@@ -26,15 +22,15 @@ static void list_waits(Cta* cta) {
         const Fiber* other = &lanes[lowest(others)];
         if (same_wait(first, other)) together |= 1u << other->lane();
       }
-      const bool block = first->state == State::AtBlockBarrier;
-      request->waits[request->wait_count++] = {
-          warp,
-          together,
-          block ? MHC_WAIT_BLOCK : MHC_WAIT_WARP,
-          block ? first->block_call.op : first->warp_call.op,
-          block ? 0 : first->warp_call.mask,
-          static_cast<uint32_t>(line_of_wait(first)),
-      };
+      MhcWait& row = request->waits[request->wait_count++];
+      row = {warp, together, MHC_WAIT_WARP, first->warp_call.op, first->warp_call.mask,
+             static_cast<uint32_t>(line_of_wait(first))};
+      if (first->state != State::InWarpOperation) {
+        const bool named = first->state == State::AtNamedBarrier;
+        row.kind = named ? MHC_WAIT_NAMED : MHC_WAIT_BLOCK;
+        row.op = first->block_call.op;
+        row.mask = named ? cta->named[row.op].expected : 0;
+      }
       rest &= ~together;
     }
   }
@@ -56,7 +52,7 @@ static void report_absent_lanes(Cta* cta, unsigned warp) {
       put_thread(finding, 0, waiting, waiting->warp_call.line);
       put_thread(finding, 1, other, line_of_wait(other));
       record(cta->launch, finding);
-      if (other->state != State::AtBlockBarrier) continue;
+      if (other->state == State::InWarpOperation) continue;
       finding.kind = MHC_BARRIER;
       finding.detail = MHC_BARRIER_DIVERGED;
       put_thread(finding, 0, other, other->block_call.line);

@@ -48,6 +48,10 @@ unsigned long long mhc_rt_sync_warp(unsigned op, unsigned mask, unsigned long lo
 // Returns the old value; the caller passes values as raw bits.
 unsigned long long mhc_rt_atomic(void* address, unsigned op, unsigned type, unsigned long long value,
                                  unsigned long long compare);
+// bar.sync `number`, `threads`.
+void mhc_rt_sync_named(int number, int threads, int line);
+void mhc_rt_copy(void* to, const void* from, unsigned long bytes);
+void mhc_rt_fill(void* to, int value, unsigned long bytes);
 void mhc_rt_yield(void);
 void mhc_rt_trap(int line) __attribute__((noreturn));
 

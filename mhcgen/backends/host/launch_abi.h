@@ -46,6 +46,9 @@ enum MhcDetail : uint32_t {
   MHC_BARRIER_KINDS,       // ... or with different functions
   MHC_BARRIER_EXITED,      // ... or after some had returned
   MHC_BARRIER_DIVERGED,    // part of a warp waits there, part of it elsewhere
+  MHC_BARRIER_NAMED_ARGUMENTS,  // a number or count that bar.sync does not take
+  MHC_BARRIER_NAMED_COUNTS,     // threads disagree on how many must come
+  MHC_BARRIER_NAMED_PARTIAL,    // released by a part of a warp
   MHC_MASK_WITHOUT_SELF,   // a lane passed a mask that lacks it
   MHC_MASK_LINES,          // lanes met from different lines
   MHC_MASK_LANES_ABSENT,   // a lane of the mask waits elsewhere
@@ -83,9 +86,10 @@ struct MhcFinding {
   uint32_t unused;
 };
 
-enum MhcWaitKind : uint32_t { MHC_WAIT_BLOCK, MHC_WAIT_WARP, MHC_WAIT_READY };
+enum MhcWaitKind : uint32_t { MHC_WAIT_BLOCK, MHC_WAIT_WARP, MHC_WAIT_NAMED };
 
-// After a deadlock: which lanes of which warp wait where.
+// After a deadlock: which lanes of which warp wait where. For a named barrier, `op` is its number and `mask` the
+// count of threads it waits for.
 struct MhcWait {
   uint32_t warp, lanes, kind, op, mask, line;
 };

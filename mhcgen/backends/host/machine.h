@@ -16,7 +16,7 @@ constexpr uint64_t STACK_CANARY = 0x9e3779b97f4a7c15ull;
 struct Cta;
 struct Race;
 
-enum class State : uint8_t { Ready, AtBlockBarrier, InWarpOperation, Done };
+enum class State : uint8_t { Ready, AtBlockBarrier, AtNamedBarrier, InWarpOperation, Done };
 
 struct WarpCall {
   unsigned op, mask, argument;
@@ -25,7 +25,7 @@ struct WarpCall {
 };
 
 struct BlockCall {
-  unsigned op;
+  unsigned op;  // of a block barrier; the number of a named one
   int predicate, line;
 };
 
@@ -47,6 +47,14 @@ struct Warp {
   unsigned ready;    // lanes that may run
   unsigned live;     // lanes that have not returned
   unsigned waiting;  // lanes in a warp operation
+};
+
+// bar.sync with a number and a count of threads.
+struct NamedBarrier {
+  static constexpr unsigned COUNT = 16;
+  unsigned expected;  // threads that must come, as the first one said
+  unsigned arrived;
+  unsigned lanes[MAX_WARPS];  // those that have arrived
 };
 
 // xorshift64*, seeded so that neighbouring seeds give unlike sequences.
@@ -91,6 +99,7 @@ struct Cta {
   Context home;  // of the OS thread that runs this CTA
   Fiber* fibers;
   Warp warps[MAX_WARPS];
+  NamedBarrier named[NamedBarrier::COUNT];
   unsigned char warp_priority[MAX_WARPS];  // for MHC_WARP_GREEDY, first is first
   Random random;
   MhcDim3 index;

@@ -17,10 +17,11 @@ import numpy.typing as npt
 from mhcgen.backends.host import abi, debuginfo
 from mhcgen.backends.host.arguments import Bound, bind
 from mhcgen.backends.host.buffers import HostBuffer
-from mhcgen.backends.host.build import MAX_DYNAMIC_SHARED, Fibers, build, source_name
+from mhcgen.backends.host.build import Fibers, build
 from mhcgen.backends.host.findings import AccessCounts, Finding, LaunchReport
 from mhcgen.backends.host.render import Renderer, guard_finding, input_finding
-from mhcgen.backends.host.signature import KernelSignature, normalise_shape
+from mhcgen.backends.host.unit import MAX_DYNAMIC_SHARED, source_name
+from mhcgen.backends.signature import KernelSignature
 from mhcgen.errors import EnvironmentFault, UsageError
 
 Argument = npt.NDArray[Any] | HostBuffer | int | float | bool | np.generic | None
@@ -121,28 +122,25 @@ class HostModule:
 
         Raises:
             UsageError: `X-KERNEL`, `X-SHAPE`, `X-GRID`, `X-BLOCK`, `X-SHARED`, `X-ORDER`, `X-BLOCKS`,
-                `X-ARGS`, `X-ARG-TYPE`, `X-ARG-RANGE`, `X-UNINIT`, `X-COUNT`.
-            InputError: `X-LAYOUT` for an array that is not C-contiguous, not native or not writable.
+                `X-ARGS`, `X-UNINIT`, `X-COUNT`.
+            InputError: `I-SCALAR` for a number that does not fit its parameter (see `cast_scalar`), `X-LAYOUT`
+                for an array that is not C-contiguous, not native or not writable.
             InputTypeError: `X-DTYPE` for an array of the wrong dtype.
             EnvironmentFault: `E-MEMORY`.
         """
         signature = self._signature(kernel)
-        grid3, block3 = normalise_shape(grid, "grid"), normalise_shape(block, "block")
+        grid3, block3 = _shape(grid, "grid"), _shape(block, "block")
         _check_shapes(grid3, block3, dynamic_shared)
         if order not in abi.ORDERS:
             raise UsageError("X-ORDER", f"unknown order {order!r}", hints=tuple(abi.ORDERS))
         if count_accesses and not self.race:
-            raise UsageError(
-                "X-COUNT", "only a race build counts accesses", hints=("HostModule(..., race=True)",)
-            )
+            raise UsageError("X-COUNT", "only a race build counts accesses", hints=("HostModule(..., race=True)",))
         chosen = _block_ids(blocks, grid3, order, seed)
         bound = bind(signature, args, frozenset(uninitialised))
         if len(chosen) == 0:
             bound.copy_back()
             return LaunchReport(kernel, order, seed, self.race)
-        regions = _Regions(
-            bound, self._shared_variables(), dynamic_shared, count=count_accesses, race=self.race
-        )
+        regions = _Regions(bound, self._shared_variables(), dynamic_shared, count=count_accesses, race=self.race)
         record = abi.LaunchRecord(
             entry=self._entry(kernel),
             arguments=ctypes.addressof(bound.pointers),
@@ -271,12 +269,8 @@ class _Regions:
         result = {}
         for name, view in bound.views.items():
             loads, stores = self._counters[view.index]
-            part = slice(
-                view.offset // view.array.itemsize, view.offset // view.array.itemsize + view.array.size
-            )
-            result[name] = AccessCounts(
-                loads[part].reshape(view.array.shape), stores[part].reshape(view.array.shape)
-            )
+            part = slice(view.offset // view.array.itemsize, view.offset // view.array.itemsize + view.array.size)
+            result[name] = AccessCounts(loads[part].reshape(view.array.shape), stores[part].reshape(view.array.shape))
         return result
 
     def unwritten(self, bound: Bound) -> dict[str, int]:
@@ -321,14 +315,20 @@ def _stacks(threads: int) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(arena))
 
 
+def _shape(shape: int | Sequence[int], what: str) -> tuple[int, int, int]:
+    parts = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
+    if not 1 <= len(parts) <= 3 or not all(isinstance(p, (int, np.integer)) and p >= 0 for p in parts):
+        raise UsageError("X-SHAPE", f"{what} must be one to three non-negative integers, not {shape!r}")
+    x, y, z = (*(int(p) for p in parts), 1, 1)[:3]
+    return x, y, z
+
+
 def _check_shapes(grid: tuple[int, int, int], block: tuple[int, int, int], dynamic_shared: int) -> None:
     if any(size > limit for size, limit in zip(grid, _MAX_GRID, strict=True)):
         raise UsageError("X-GRID", f"no GPU takes a grid of {grid}", hints=(f"at most {_MAX_GRID}",))
     threads = block[0] * block[1] * block[2]
     if not 1 <= threads <= MAX_THREADS or any(s > limit for s, limit in zip(block, _MAX_BLOCK, strict=True)):
-        raise UsageError(
-            "X-BLOCK", f"no GPU takes a block of {block}", hints=("1 to 1024 threads, z at most 64",)
-        )
+        raise UsageError("X-BLOCK", f"no GPU takes a block of {block}", hints=("1 to 1024 threads, z at most 64",))
     if not 0 <= dynamic_shared <= MAX_DYNAMIC_SHARED:
         raise UsageError(
             "X-SHARED", f"dynamic shared memory must be 0 to {MAX_DYNAMIC_SHARED} bytes, not {dynamic_shared}"

@@ -10,7 +10,7 @@
 
 // Emitted into every unit: touches the segment (the loader allocates it on first use) and says where the dynamic
 // array lies in it.
-extern "C" char* mhc_unit_shared(char** dynamic_low, char** dynamic_high);
+extern "C" void mhc_unit_shared(char** dynamic_low, char** dynamic_high);
 extern "C" int mhc_rt_launch(MhcLaunch* request);
 
 static constexpr unsigned char DYNAMIC_GUARD = 0xfd;

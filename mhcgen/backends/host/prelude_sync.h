@@ -138,6 +138,16 @@ MHC_STORE(__stcs)
 MHC_STORE(__stwt)
 #undef MHC_STORE
 
+// Through the runtime, so that a race build sees the bytes.
+MHC_INLINE void* memcpy(void* to, const void* from, size_t bytes) {
+  mhc_rt_copy(to, from, bytes);
+  return to;
+}
+MHC_INLINE void* memset(void* to, int value, size_t bytes) {
+  mhc_rt_fill(to, value, bytes);
+  return to;
+}
+
 // ---- time and traps ------------------------------------------------------------------------------------------
 MHC_INLINE long long clock64() { return static_cast<long long>(mhc_rt_nanoseconds()); }
 MHC_INLINE void __nanosleep(unsigned) { mhc_rt_yield(); }

@@ -1,5 +1,9 @@
-// The order that barriers impose: one counter of block barriers per CTA (Cta::epoch) and a vector clock per lane
-// for the barriers within a warp. Together they are exact for programs that synchronise by these two only.
+// The order that barriers impose on the memory accesses of a block.
+//
+// - A block barrier orders everything before it with everything after it: one counter per CTA (Cta::epoch).
+// - A barrier within a warp orders its lanes: a vector clock per lane.
+// - A named barrier orders whole warps: per warp, what it knows of the lanes of every other warp.
+// Together they are exact for programs that synchronise by these only. Blocks are never ordered with each other.
 #pragma once
 
 #include "machine.h"
@@ -8,32 +12,59 @@ struct WarpClocks {
   uint32_t seen[WARP][WARP];  // seen[a][b]: the newest step of lane b that lane a is ordered after
 };
 
-struct RaceShadow;
-
-struct Race {
-  WarpClocks* clocks;  // MAX_WARPS of them
-  RaceShadow* shadow;
+struct Knowledge {
+  uint32_t of[MAX_WARPS][WARP];  // the newest step of each lane of each other warp that this warp is ordered after
 };
 
-static inline void reset_clocks(Race* race, unsigned warps) {
+struct Clocks {
+  WarpClocks warps[MAX_WARPS];
+  Knowledge knowledge[MAX_WARPS];
+  bool named_barriers;  // the block used one; else `knowledge` holds zeros only
+
+  uint32_t step(unsigned warp, unsigned lane) const { return warps[warp].seen[lane][lane]; }
+};
+
+static inline void reset_clocks(Clocks* clocks, unsigned warps) {
   for (unsigned w = 0; w < warps; ++w) {
-    WarpClocks& clocks = race->clocks[w];
-    memset(&clocks, 0, sizeof clocks);
-    for (unsigned lane = 0; lane < WARP; ++lane) clocks.seen[lane][lane] = 1;
+    memset(&clocks->warps[w], 0, sizeof(WarpClocks));
+    for (unsigned lane = 0; lane < WARP; ++lane) clocks->warps[w].seen[lane][lane] = 1;
+    if (clocks->named_barriers) memset(&clocks->knowledge[w], 0, sizeof(Knowledge));
   }
+  clocks->named_barriers = false;
 }
 
-// A barrier among `lanes`: each is ordered after whatever any of them did or was ordered after.
-static inline void join_clocks(Race* race, unsigned warp, unsigned lanes) {
-  WarpClocks& clocks = race->clocks[warp];
+// A barrier among `lanes` of a warp: each is ordered after whatever any of them did or was ordered after.
+static inline void join_lanes(Clocks* clocks, unsigned warp, unsigned lanes) {
+  WarpClocks& own = clocks->warps[warp];
   uint32_t joined[WARP] = {};
   for (unsigned rest = lanes; rest != 0; rest &= rest - 1) {
-    const uint32_t* mine = clocks.seen[__builtin_ctz(rest)];
+    const uint32_t* mine = own.seen[__builtin_ctz(rest)];
     for (unsigned k = 0; k < WARP; ++k) joined[k] = mine[k] > joined[k] ? mine[k] : joined[k];
   }
   for (unsigned rest = lanes; rest != 0; rest &= rest - 1) {
     const unsigned lane = static_cast<unsigned>(__builtin_ctz(rest));
-    memcpy(clocks.seen[lane], joined, sizeof joined);
-    ++clocks.seen[lane][lane];
+    memcpy(own.seen[lane], joined, sizeof joined);
+    ++own.seen[lane][lane];
   }
+}
+
+// A barrier among the warps of `together`, whose live lanes `lanes[w]` all take part.
+static inline void join_warps(Clocks* clocks, unsigned together, const unsigned* lanes, unsigned warps) {
+  static Knowledge joined;  // 4 KB: too much for a fiber's stack; only one fiber runs
+  memset(&joined, 0, sizeof joined);
+  for (unsigned rest = together; rest != 0; rest &= rest - 1) {
+    const unsigned w = static_cast<unsigned>(__builtin_ctz(rest));
+    for (unsigned v = 0; v < warps; ++v) {
+      for (unsigned lane = 0; lane < WARP; ++lane) {
+        const uint32_t known = v == w ? clocks->step(w, lane) : clocks->knowledge[w].of[v][lane];
+        if (known > joined.of[v][lane]) joined.of[v][lane] = known;
+      }
+    }
+  }
+  for (unsigned rest = together; rest != 0; rest &= rest - 1) {
+    const unsigned w = static_cast<unsigned>(__builtin_ctz(rest));
+    memcpy(&clocks->knowledge[w], &joined, sizeof joined);
+    join_lanes(clocks, w, lanes[w]);
+  }
+  clocks->named_barriers = true;
 }

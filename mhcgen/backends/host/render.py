@@ -17,6 +17,9 @@ _SENTENCES = {
     "barrier-kinds": "threads meet at a block barrier through different functions",
     "barrier-exited": "a block barrier is passed although a thread of the block has returned",
     "barrier-diverged": "a block barrier is reached by a part of a warp only; the rest waits elsewhere",
+    "barrier-named-arguments": "bar.sync {value} with a number or a count of threads that it does not take",
+    "barrier-named-counts": "threads disagree on how many must come to bar.sync {value}",
+    "barrier-named-partial": "a part of a warp joins bar.sync {value}, the rest does not",
     "mask-without-self": "a lane calls a warp operation whose mask lacks it",
     "mask-lines": "lanes meet in one warp operation from different lines",
     "mask-lanes-absent": "a lane named in the mask does not come; it waits elsewhere",
@@ -80,9 +83,7 @@ class Renderer:
         action, file = "", self._file if line else ""
         if pc:
             flags = record.access[side]
-            action = (
-                "atomic" if flags & abi.ACCESS_ATOMIC else "write" if flags & abi.ACCESS_WRITE else "read"
-            )
+            action = "atomic" if flags & abi.ACCESS_ATOMIC else "write" if flags & abi.ACCESS_WRITE else "read"
             # The recorded address is the return address of the callback: the access is just before it.
             file, line = self._info.place(pc - 1) or ("", 0)
         return Place(block=record.block[side], thread=thread, action=action, file=file, line=line)
@@ -107,6 +108,8 @@ class Renderer:
     def _wait(self, wait: abi.WaitRecord) -> str:
         if wait.kind == abi.WAIT_BLOCK:
             what = abi.BLOCK_OPS[wait.op]
+        elif wait.kind == abi.WAIT_NAMED:
+            what = f"bar.sync {wait.op}, {wait.mask}"
         else:
             what = f"{abi.WARP_OPS[wait.op]}({wait.mask:#010x})"
         return f"warp {wait.warp}, lanes {_lanes(wait.lanes)} wait in {what} at {self._file}:{wait.line}"
@@ -133,9 +136,7 @@ def _lanes(bits: int) -> str:
 
 def guard_finding(buffer: str, offset: int) -> Finding:
     """A write past an array, known only by the guard band it changed."""
-    text = (
-        f"oob: {buffer}{offset:+d}: a write changed the guard band of the array; a race build names the line"
-    )
+    text = f"oob: {buffer}{offset:+d}: a write changed the guard band of the array; a race build names the line"
     return Finding("oob", "oob-guard", buffer=buffer, offset=offset, text=text)
 
 

@@ -6,7 +6,7 @@
 
 #include "deadlock.h"
 #include "module_map.h"
-#include "race.h"
+#include "sanitizer_calls.h"
 
 // ---- what the emission calls ---------------------------------------------------------------------------------
 
@@ -20,6 +20,21 @@ extern "C" int mhc_rt_sync_block(unsigned op, int predicate, int line) { return 
 extern "C" unsigned long long mhc_rt_sync_warp(unsigned op, unsigned mask, unsigned long long value,
                                                unsigned argument, int width, int line) {
   return sync_warp({op, mask, argument, width, line, value});
+}
+
+extern "C" void mhc_rt_sync_named(int number, int threads, int line) {
+  sync_named(static_cast<unsigned>(number), static_cast<unsigned>(threads), line);
+}
+
+extern "C" void mhc_rt_copy(void* to, const void* from, unsigned long bytes) {
+  note_access(const_cast<void*>(from), bytes, 0, __builtin_return_address(0));
+  note_access(to, bytes, MHC_ACCESS_WRITE, __builtin_return_address(0));
+  memmove(to, from, bytes);
+}
+
+extern "C" void mhc_rt_fill(void* to, int value, unsigned long bytes) {
+  note_access(to, bytes, MHC_ACCESS_WRITE, __builtin_return_address(0));
+  memset(to, value, bytes);
 }
 
 extern "C" void mhc_rt_yield(void) { yield_turn(); }
@@ -117,6 +132,7 @@ static void begin_block(Cta* cta, uint64_t linear) {
   cta->cursor = 0;
   cta->idle_yields = 0;
   cta->epoch = 0;
+  memset(cta->named, 0, sizeof cta->named);
   poison_shared(launch->module, request->dynamic_shared);
   for (unsigned warp = 0; warp < cta->warp_count; ++warp) {
     const unsigned lanes = cta->threads - warp * WARP;
@@ -125,7 +141,7 @@ static void begin_block(Cta* cta, uint64_t linear) {
   }
   shuffle_priorities(cta);
   for (unsigned i = 0; i < cta->threads; ++i) prepare_fiber(cta, i);
-  if (launch->race != nullptr) reset_clocks(launch->race, cta->warp_count);
+  if (launch->race != nullptr) reset_clocks(&launch->race->clocks, cta->warp_count);
 }
 
 static void run_block(Cta* cta, uint64_t linear) {

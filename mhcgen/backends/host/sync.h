@@ -4,8 +4,17 @@
 // is nearly always a mistake. A lane that returned counts as arrived at warp operations, as on the hardware.
 #pragma once
 
-#include "race_clocks.h"
+#include "race.h"
 #include "scheduler.h"
+
+static int line_of_wait(const Fiber* fiber) {
+  switch (fiber->state) {
+    case State::AtBlockBarrier:
+    case State::AtNamedBarrier: return fiber->block_call.line;
+    case State::InWarpOperation: return fiber->warp_call.line;
+    default: return 0;
+  }
+}
 
 // ---- block barrier -------------------------------------------------------------------------------------------
 
@@ -65,6 +74,61 @@ static int sync_block(unsigned op, int predicate, int line) {
   if (cta->at_barrier == cta->live) release_block_barrier(cta);
   give_up_turn(self);
   return static_cast<int>(self->result);
+}
+
+// ---- named barrier -------------------------------------------------------------------------------------------
+
+static void report_named(Cta* cta, MhcDetail detail, const Fiber* first, const Fiber* second, unsigned number) {
+  MhcFinding finding = blank_finding(MHC_BARRIER, detail);
+  finding.value = number;
+  put_thread(finding, 0, first, first->block_call.line);
+  if (second != nullptr) put_thread(finding, 1, second, second == first ? 0 : line_of_wait(second));
+  record(cta->launch, finding);
+}
+
+static void release_named_barrier(Cta* cta, unsigned number) {
+  NamedBarrier& barrier = cta->named[number];
+  unsigned warps = 0;
+  const Fiber* first = nullptr;
+  for (unsigned w = 0; w < cta->warp_count; ++w) {
+    if (barrier.lanes[w] == 0) continue;
+    warps |= 1u << w;
+    Fiber* lanes = &cta->fibers[w * WARP];
+    if (first == nullptr) first = &lanes[lowest(barrier.lanes[w])];
+    const unsigned absent = cta->warps[w].live & ~barrier.lanes[w];
+    if (absent != 0) {
+      report_named(cta, MHC_BARRIER_NAMED_PARTIAL, &lanes[lowest(barrier.lanes[w])], &lanes[lowest(absent)], number);
+    }
+    for (unsigned rest = barrier.lanes[w]; rest != 0; rest &= rest - 1) {
+      Fiber* fiber = &lanes[lowest(rest)];
+      if (fiber->block_call.line != first->block_call.line) {
+        report_named(cta, MHC_BARRIER_LINES, first, fiber, number);
+      }
+      make_ready(fiber);
+    }
+  }
+  Race* race = cta->launch->race;
+  if (race != nullptr) join_warps(&race->clocks, warps, barrier.lanes, cta->warp_count);
+  barrier = {};
+}
+
+static void sync_named(unsigned number, unsigned threads, int line) {
+  Fiber* self = running;
+  Cta* cta = self->cta;
+  cta->idle_yields = 0;
+  self->block_call = {number, 0, line};
+  // Number 0 belongs to __syncthreads; a count that is no whole number of warps is undefined in PTX.
+  if (number == 0 || number >= NamedBarrier::COUNT || threads == 0 || threads % WARP != 0 || threads > MAX_THREADS) {
+    report_named(cta, MHC_BARRIER_NAMED_ARGUMENTS, self, nullptr, number);
+    return;
+  }
+  NamedBarrier& barrier = cta->named[number];
+  if (barrier.arrived == 0) barrier.expected = threads;
+  if (barrier.expected != threads) report_named(cta, MHC_BARRIER_NAMED_COUNTS, self, nullptr, number);
+  make_waiting(self, State::AtNamedBarrier);
+  barrier.lanes[self->warp()] |= 1u << self->lane();
+  if (++barrier.arrived == barrier.expected) release_named_barrier(cta, number);
+  give_up_turn(self);
 }
 
 // ---- warp operations -----------------------------------------------------------------------------------------
@@ -132,7 +196,7 @@ static void complete_warp_operation(Cta* cta, unsigned warp, unsigned together) 
     }
   }
   // Only __syncwarp orders memory. CUDA gives shuffles and votes no such effect.
-  if (op == MHC_SYNCWARP && cta->launch->race != nullptr) join_clocks(cta->launch->race, warp, together);
+  if (op == MHC_SYNCWARP && cta->launch->race != nullptr) join_lanes(&cta->launch->race->clocks, warp, together);
   cta->warps[warp].waiting &= ~together;
   for (unsigned rest = together; rest != 0; rest &= rest - 1) make_ready(&lanes[lowest(rest)]);
 }
