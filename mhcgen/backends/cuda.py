@@ -122,9 +122,7 @@ class CudaModule:
         device: int | None = None,
     ) -> None:
         if compile not in ("auto", "nvrtc", "cupy"):
-            raise UsageError(
-                "U-COMPILE", f"{compile!r} is no way to compile.", hints=("one of: auto, nvrtc, cupy",)
-            )
+            raise UsageError("U-COMPILE", f"{compile!r} is no way to compile.", hints=("one of: auto, nvrtc, cupy",))
         self._cupy, self._driver = require_gpu()
         self.source = source
         self.name = name
@@ -211,13 +209,9 @@ class CudaModule:
         for name, signature in self.kernels.items():
             if name not in functions:
                 continue
-            wanted = [
-                _PTX_TYPES["uint64" if param.is_pointer else param.dtype.name] for param in signature.params
-            ]
+            wanted = [_PTX_TYPES["uint64" if param.is_pointer else param.dtype.name] for param in signature.params]
             found = functions[name].params
-            if len(found) != len(wanted) or any(
-                kind not in kinds for kind, kinds in zip(found, wanted, strict=True)
-            ):
+            if len(found) != len(wanted) or any(kind not in kinds for kind, kinds in zip(found, wanted, strict=True)):
                 raise InternalError(
                     "X-SIGNATURE",
                     f"the signature of {name} is not that of its text.",
@@ -232,12 +226,10 @@ class CudaModule:
         self._target(device)
         cupy = self._cupy
         major = int(cupy.cuda.nvrtc.getVersion()[0])
-        includes = tuple(f"-I{folder.path}" for folder in header_dirs() if folder.version // 1000 == major)[
-            :1
-        ]
+        includes = tuple(f"-I{folder.path}" for folder in header_dirs() if folder.version // 1000 == major)[:1]
         options = FALLBACK_OPTIONS + includes
         try:
-            with cupy.cuda.Device(device):
+            with cupy.cuda.Device(device), self._driver.capture_relaxed():
                 module = cupy.RawModule(code=self.source, options=options)
                 handles = {name: int(module.get_function(name).kernel.ptr) for name in self.kernels}
         except cupy.cuda.compiler.CompileException as error:
@@ -322,15 +314,13 @@ class CudaModule:
                 )
             shape = (*shape[:4], False)
         buffer.configure(shape, stream)
-        if driver.is_current(function.device):
+        if driver.is_current(function.device, buffer.probe):
             function.prepare(shape[2], shape[3])
             code = driver.launch_kernel(buffer.config_address, function.handle, buffer.pointers_address, None)
         else:
             with driver.on_device(function.device):
                 function.prepare(shape[2], shape[3])
-                code = driver.launch_kernel(
-                    buffer.config_address, function.handle, buffer.pointers_address, None
-                )
+                code = driver.launch_kernel(buffer.config_address, function.handle, buffer.pointers_address, None)
         if code:
             grid, block, shared, cluster, _ = shape
             raise LaunchError(
@@ -354,9 +344,7 @@ def _dim3(what: str, values: tuple[Any, ...], least: int, limits: tuple[int, ...
         raise LaunchError("E-LAUNCH", f"{what} has one to three sizes, not {len(values)}.")
     sizes = [int(value) for value in values] + [1] * (3 - len(values))
     if any(not least <= size <= limit for size, limit in zip(sizes, limits, strict=True)):
-        raise LaunchError(
-            "E-LAUNCH", f"{what} {tuple(values)} is out of range.", notes=(f"{least} to {limits}",)
-        )
+        raise LaunchError("E-LAUNCH", f"{what} {tuple(values)} is out of range.", notes=(f"{least} to {limits}",))
     return sizes[0], sizes[1], sizes[2]
 
 

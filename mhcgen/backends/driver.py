@@ -182,14 +182,13 @@ class Driver:
         finally:
             self._library.cuCtxPopCurrent_v2(ctypes.byref(before))
 
-    def is_current(self, device: int) -> bool:
-        """Whether the primary context of `device` is this thread's current one (a cheap test)."""
+    def is_current(self, device: int, probe: ctypes.c_void_p) -> bool:
+        """Whether the primary context of `device` is this thread's current one; `probe` is overwritten."""
         context = self._contexts.get(device)
         if context is None:
             return False
-        current = ctypes.c_void_p()
-        self._library.cuCtxGetCurrent(ctypes.byref(current))
-        return current.value == context.value
+        self._library.cuCtxGetCurrent(ctypes.byref(probe))
+        return probe.value == context.value
 
     def _retain(self, device: int) -> ctypes.c_void_p:
         with self._lock:
@@ -205,8 +204,8 @@ class Driver:
             raise LaunchError("E-DRIVER", message, notes=(self.describe(code), *notes))
 
     @contextlib.contextmanager
-    def _capture_relaxed(self) -> Iterator[None]:
-        # Loading is forbidden while another stream of the thread is being captured, unless one says so.
+    def capture_relaxed(self) -> Iterator[None]:
+        """Allow loading while a stream is being captured, which is forbidden unless one says so."""
         mode = ctypes.c_int(_CAPTURE_RELAXED)
         self._library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
         try:
@@ -224,7 +223,7 @@ class Driver:
         log = ctypes.create_string_buffer(16384)
         options = (ctypes.c_int * 2)(_JIT_ERROR_LOG, _JIT_ERROR_LOG_SIZE)
         values = (ctypes.c_void_p * 2)(ctypes.addressof(log), len(log))
-        with self.on_device(device), self._capture_relaxed():
+        with self.on_device(device), self.capture_relaxed():
             code = self._library.cuModuleLoadDataEx(ctypes.byref(module), image, 2, options, values)
         if code:
             raise LaunchError(
@@ -245,7 +244,7 @@ class Driver:
             LaunchError: `E-LOAD`, the module has no such kernel.
         """
         handle = ctypes.c_void_p()
-        with self.on_device(device), self._capture_relaxed():
+        with self.on_device(device), self.capture_relaxed():
             code = self._library.cuModuleGetFunction(ctypes.byref(handle), module, name.encode())
             if code:
                 raise LaunchError(
@@ -256,7 +255,7 @@ class Driver:
     def adopt(self, device: int, handle: int, name: str) -> Function:
         """A kernel whose CUfunction someone else made, e.g. CuPy."""
         load = getattr(self._library, "cuFuncLoad", None)
-        with self.on_device(device), self._capture_relaxed():
+        with self.on_device(device), self.capture_relaxed():
             if load is not None:  # since CUDA 12.4; without it a lazy driver loads at the first launch
                 load(ctypes.c_void_p(handle))
             static = self._number("cuFuncGetAttribute", _FUNCTION_STATIC_SHARED, ctypes.c_void_p(handle))
@@ -320,6 +319,7 @@ class LaunchBuffer:
         self._config = LaunchConfig()
         self._config.attributes = ctypes.cast(self._attributes, ctypes.POINTER(Attribute))
         self._shape: object = None
+        self.probe = ctypes.c_void_p()
         self.config_address = ctypes.c_void_p(ctypes.addressof(self._config))
         self.pointers_address = ctypes.c_void_p(ctypes.addressof(self._pointers))
 
