@@ -1,0 +1,1 @@
+"""Timing on a GPU: graph replay, back-to-back launches, floors and rivals."""
