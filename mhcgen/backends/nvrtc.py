@@ -168,7 +168,9 @@ def compile(
         log=log,
         resources=resources(ptx, log),
         counts=sum((function.counts for function in parse(ptx).values()), Counts()),
-        warnings=tuple(line.strip() for line in log.splitlines() if _WARNING.search(line)),
+        warnings=tuple(
+            line.strip() for line in log.splitlines() if _WARNING.search(line) and not line.startswith("Remark:")
+        ),
         notes=(note,) if note else (),
         nvrtc_version=library.version,
         arch=wanted.name,
@@ -176,9 +178,7 @@ def compile(
     )
 
 
-def _key(
-    source: str, name: str, options: tuple[str, ...], library: Nvrtc, headers: tuple[HeaderDir, ...]
-) -> str:
+def _key(source: str, name: str, options: tuple[str, ...], library: Nvrtc, headers: tuple[HeaderDir, ...]) -> str:
     """The cache key; empty where the result depends on files that the key cannot cover."""
     included = _INCLUDE.findall(source)
     if any(quote == '"' for quote, _ in included) or any(

@@ -154,7 +154,7 @@ class StubDriver(Driver):
 
     def setup(self, capability: int = 90) -> None:
         self._library.stub_setup(capability)
-        self.capability.cache_clear()  # type: ignore[attr-defined]
+        self.capability.cache_clear()
 
     def number(self, name: str) -> int:
         return ctypes.c_int.in_dll(self._library, name).value

@@ -85,7 +85,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         targets.append(target)
         return nvrtc.Compiled(PTX, source.encode(), "", {}, Counts(), (), (), (13, 0), target, target)
 
-    monkeypatch.setattr(cuda.nvrtc, "compile", compile)
+    monkeypatch.setattr(nvrtc, "compile", compile)
     monkeypatch.setattr(cuda, "find_nvrtc", lambda major: None)
     return targets
 

@@ -94,17 +94,17 @@ def test_token_counts_beyond_32_bits_survive() -> None:
 
 
 def test_non_finite_and_smallest_values_pass_to_floating_parameters() -> None:
-    assert np.isnan(cast_scalar(EPS, float("nan")))  # type: ignore[call-overload]
+    assert np.isnan(cast_scalar(EPS, float("nan")))
     assert cast_scalar(EPS, float("inf")) == np.inf
     assert cast_scalar(EPS, 1e-45) != 0
     assert cast_scalar(EPS, np.finfo(np.float32).max) == np.finfo(np.float32).max
-    assert np.signbit(cast_scalar(EPS, -0.0))  # type: ignore[call-overload]
+    assert np.signbit(cast_scalar(EPS, -0.0))
     assert cast_scalar(EPS, ml_dtypes.bfloat16(0.5)) == 0.5
 
 
 @given(st.integers(-(2**31), 2**31 - 1))
 def test_int_round_trip(value: int) -> None:
-    assert int(cast_scalar(Param("p", "int", False), value)) == value  # type: ignore[call-overload]
+    assert int(cast_scalar(Param("p", "int", False), value)) == value
 
 
 @given(st.floats(width=32))
