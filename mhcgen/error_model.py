@@ -291,7 +291,8 @@ def comb_error(logits: Array, errors: Array, iters: int, eps: float, functions: 
     # of them cover what was tried, and no element of comb exceeds 1.
     relative = np.max(np.where(a > FLOOR, error / a, 0.0), axis=(1, 2), keepdims=True)
     moved = np.exp(8.0 * np.max(np.where(p > 0, errors, 0.0), axis=(1, 2), keepdims=True))
-    return np.minimum(error * (1.0 + np.minimum(relative, 1.0)) * moved, 1.0)
+    bounded: Array = np.minimum(error * (1.0 + np.minimum(relative, 1.0)) * moved, 1.0)
+    return bounded
 
 
 def _weighted(model: ErrorModel, terms: list[tuple[str, Any, str, Any]]) -> Array:

@@ -5,8 +5,9 @@ passes or `combs`, imports nothing but numpy, and reads a Program only through i
 there cannot repeat itself here. Formulas are those of the DeepSeek-V4 inference rule unless a function names
 another source.
 
-Arithmetic follows IEEE 754 without warnings: 0/0 is NaN, a row of logits that is -inf throughout becomes NaN,
-and a NaN in one token reaches results of that token only. A token count of 0 gives results of length 0.
+Arithmetic follows IEEE 754, in `run` without warnings: 0/0 is NaN, a row of logits that is -inf throughout
+becomes NaN, and a NaN in one token reaches results of that token only. A token count of 0 gives results of
+length 0.
 """
 
 from __future__ import annotations
@@ -212,10 +213,11 @@ def quant(z: Array, scheme: str, group: int, pow2: bool) -> tuple[Array, Array]:
         q_scale[:, g] = scale
         d = scale[:, None]
         if scheme == "q8":
-            steps = np.rint(part * np.where(d == 0, 0.0, 1.0 / d))
+            steps = np.rint(part * np.divide(1.0, d, out=np.zeros_like(d), where=d != 0))
         else:
             # The clip only undoes the last bit of z/scale: the largest quotient is 448 but for rounding.
-            steps = round_to(np.where(d == 0, 0.0, np.clip(part / d, -448.0, 448.0)), "fp8_e4m3")
+            quotient = np.divide(part, d, out=np.zeros_like(part), where=d != 0)
+            steps = round_to(np.clip(quotient, -448.0, 448.0), "fp8_e4m3")
         q[:, start : start + group] = steps
     return q, q_scale
 

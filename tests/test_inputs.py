@@ -132,9 +132,7 @@ def test_they_are_complete_typed_and_contiguous(name: str, tokens: int, scope: s
         if inputs is None:
             continue
         plain = make_inputs(program, tokens)
-        assert {k: (v.dtype, v.shape) for k, v in inputs.items()} == {
-            k: (v.dtype, v.shape) for k, v in plain.items()
-        }
+        assert {k: (v.dtype, v.shape) for k, v in inputs.items()} == {k: (v.dtype, v.shape) for k, v in plain.items()}
         assert all(array.flags.c_contiguous and array.flags.writeable for array in inputs.values())
         again = discriminating(program, tokens, name)
         assert again is not None
