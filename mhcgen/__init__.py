@@ -9,13 +9,21 @@
 Importing it needs no GPU, no driver, no CuPy and no compiler.
 """
 
-from mhcgen import reference
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from mhcgen._version import __version__
-from mhcgen.api import compile
+
+# `build` is a module too: imported first, or a later import of the module would hide the function.
 from mhcgen.build import Config, build, configure
 from mhcgen.errors import MhcgenError, RefusedError
 from mhcgen.ir import Program, Stage, Tensor
 from mhcgen.plan import Options, Plan
+
+if TYPE_CHECKING:
+    from mhcgen import reference
+    from mhcgen.api import compile
 
 __all__ = [
     "Config",
@@ -32,3 +40,14 @@ __all__ = [
     "configure",
     "reference",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Names whose modules import numpy or networkx are looked up on first use: the command line starts fast."""
+    import importlib
+
+    if name == "compile":
+        return importlib.import_module("mhcgen.api").compile
+    if name == "reference":
+        return importlib.import_module("mhcgen.reference")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from mhcgen.arithmetic import Arithmetic
 from mhcgen.errors import UsageError
@@ -122,6 +122,54 @@ def check_config(config: Config, spec: Model) -> Config:
     )
 
 
+#: Options that name a field of a Config, in the order the header of an emission prints them.
+_FLAGS = {
+    "iters": "--iters",
+    "rms_eps": "--rms-eps",
+    "hc_eps": "--hc-eps",
+    "norm_eps": "--norm-eps",
+    "dtype": "--dtype",
+    "functions": "--class",
+    "sumsq": "--sumsq",
+    "projection": "--projection",
+    "scope": "--scope",
+    "norm": "--norm",
+    "quant": "--quant",
+    "quant_pow2": "--quant-pow2",
+    "extra": "--with",
+}
+
+
+def origin(config: Config) -> str:
+    """The command-line options that name a Config: model, streams and hidden, then what is no default.
+
+    Empty where no options can name it.
+
+    Example:
+        >>> from mhcgen.build import configure, origin
+        >>> origin(configure("deepseek-v4", hidden=64, norm=True))
+        '--model deepseek-v4 --streams 4 --hidden 64 --norm'
+    """
+    default = configure(config.model)
+    words = [f"--model {config.model} --streams {config.streams} --hidden {config.hidden}"]
+    named = {"model", "streams", "hidden", *_FLAGS}
+    if any(getattr(config, f.name) != getattr(default, f.name) for f in fields(Config) if f.name not in named):
+        return ""
+    for field, flag in _FLAGS.items():
+        value = getattr(config, field)
+        # A boundary implies its projection on the command line, so there it is always spelled out.
+        spelled_out = field == "projection" and config.scope == "boundary"
+        if value == getattr(default, field) and not spelled_out:
+            continue
+        if value is True:
+            words.append(flag)
+        elif isinstance(value, tuple):
+            words.append(f"{flag} {','.join(value)}")
+        else:
+            words.append(f"{flag} {value}")
+    return " ".join(words)
+
+
 def _integer(field: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise UsageError(
@@ -205,6 +253,7 @@ class _Builder:
             tensors=tuple(tensors),
             stages=tuple(self.stages),
             scope=config.scope,
+            origin=origin(config),
         )
 
 

@@ -10,11 +10,12 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
-
-import networkx as nx
+from typing import TYPE_CHECKING, Any
 
 from mhcgen.arithmetic import Arithmetic
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 #: A dimension is a number or one of the symbols T (tokens), n (streams), H (hidden), R (mixes per token),
 #: L (logits per token of the mixing matrix), G (quantisation groups).
@@ -169,6 +170,9 @@ class Program:
     @cached_property
     def graph(self) -> nx.DiGraph:
         """Frozen view: nodes are stage names, an edge carries the tensor that flows along it."""
+        # Imported here, so that `mhcgen --help` does not pay for it.
+        import networkx as nx
+
         graph = nx.DiGraph()
         graph.add_nodes_from(stage.name for stage in self.stages)
         for tensor, writer in self.writers.items():

@@ -73,7 +73,8 @@ def lower(plan: Plan) -> EmitPlan:
 def command_of(plan: Plan) -> str:
     """The command line that makes this text again."""
     o = plan.options
-    words = ["mhcgen emit", plan.program.origin or "(hand-built Program)", f"--fuse {o.fuse}"]
+    fuse = "".join(o.fuse.split())  # one line, whatever the caller typed between the names
+    words = ["mhcgen emit", plan.program.origin or "(hand-built Program)", f"--fuse {fuse}"]
     words.append(f"--arch {o.arch}")
     for flag, value, default in (
         ("placement", o.placement, "auto"),
@@ -84,6 +85,7 @@ def command_of(plan: Plan) -> str:
     ):
         if value != default:
             words.append(f"--{flag} {value}")
+    words += ["--scalar"] * o.scalar + ["--stamps"] * o.stamps
     return " ".join(words)
 
 
