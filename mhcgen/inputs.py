@@ -386,7 +386,7 @@ def minus_infinity(aim: _Aim) -> Inputs | None:
     return aim.finish()
 
 
-#: Name -> maker; the D numbers are those of the documentation's table of discriminating inputs.
+#: Name -> maker. The D numbers are stable names with gaps: those missing are token counts, not values.
 DISCRIMINATING: dict[str, Callable[[_Aim], Inputs | None]] = {
     "D1": d1,
     "D3": d3,
