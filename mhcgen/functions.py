@@ -70,6 +70,7 @@ _COMMON_AFTER = tuple(
         "divide_then_add_eps",
         "exp_of_difference",
         "sync_data",
+        "stamp",
         "amax",
         "inverse_scale",
         "scale_q8",

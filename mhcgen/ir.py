@@ -25,6 +25,9 @@ Dim = int | str
 AttrValue = str | int | float | bool | tuple[str, ...]
 
 ROLES = ("input", "parameter", "value", "result")
+#: Attributes and results that never change a bit of another result, so they are not part of the class.
+BITLESS_ATTRS = ("early_stop",)
+BITLESS_SLOTS = ("iterations",)
 DTYPES = ("fp32", "bf16", "fp16", "int8", "fp8_e4m3", "int32")
 
 
@@ -195,11 +198,13 @@ class Program:
     @cached_property
     def numeric_class(self) -> NumericClass:
         """The class of this Program: equal classes promise equal bits for every schedule."""
+        counts = {name for s in self.stages for slot, name in s.results if slot in BITLESS_SLOTS}
         lines = [self.arithmetic.describe(), " ".join(f"{k}={v}" for k, v in self.dims)]
-        lines += [f"{t.name}:{t.dtype}:{','.join(map(str, t.shape))}" for t in self.tensors]
+        lines += [f"{t.name}:{t.dtype}:{','.join(map(str, t.shape))}" for t in self.tensors if t.name not in counts]
         for stage in self.stages:
-            attrs = " ".join(f"{key}={value!r}" for key, value in stage.attrs)
-            lines.append(f"{stage.kind} {stage.operands} {stage.results} {attrs}")
+            attrs = " ".join(f"{key}={value!r}" for key, value in stage.attrs if key not in BITLESS_ATTRS)
+            results = tuple(pair for pair in stage.results if pair[0] not in BITLESS_SLOTS)
+            lines.append(f"{stage.kind} {stage.operands} {results} {attrs}")
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
         return NumericClass(self.arithmetic.functions, self.arithmetic.version, digest)
 

@@ -139,6 +139,8 @@ def signature(plan: Plan, kernel: Kernel) -> KernelSignature:
         Param(identifier(t.name), ("" if written else "const ") + CTYPES[t.dtype] + "*", written)
         for t, written in _global_tensors(plan, kernel)
     ]
+    if kernel.phases:
+        params.append(Param("stamps", "long long*", True))
     return KernelSignature(kernel.name, (*params, Param("tokens", "long long", False)))
 
 

@@ -211,6 +211,7 @@ class Kernel:
         body: steps, loops and barriers.
         grid: `token` (one block a token) or `token_columns` (several blocks share a token's columns).
         shared_bytes: total of the buffers, set by the launch pass.
+        phases: names of the phases between time stamps, as `team: stage`; empty without stamps.
     """
 
     name: str
@@ -224,6 +225,7 @@ class Kernel:
     body: tuple[Node, ...] = ()
     grid: str = "token"
     shared_bytes: int = 0
+    phases: tuple[str, ...] = ()
 
     @property
     def threads(self) -> int:

@@ -14,10 +14,11 @@ import ml_dtypes
 import numpy as np
 
 from mhcgen.backends.signature import KernelSignature
-from mhcgen.errors import EnvironmentFault, InputError, InputTypeError, UsageError
+from mhcgen.errors import InputError, InputTypeError, UsageError
 from mhcgen.ir import Stage, Tensor
 from mhcgen.lower import signature, tensors_of
 from mhcgen.passes.fuse import OPAQUE_KINDS
+from mhcgen.passes.stamp import stamp_count
 from mhcgen.plan import Kernel, Plan
 
 #: dtype name -> numpy dtype that carries it on the host; bf16 is ml_dtypes', never plain uint16.
@@ -28,6 +29,7 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "int8": np.dtype(np.int8),
     "fp8_e4m3": np.dtype(np.uint8),
     "int32": np.dtype(np.int32),
+    "int64": np.dtype(np.int64),
 }
 VECTOR_ALIGNMENT = 16
 
@@ -84,6 +86,7 @@ class Module:
     Attributes:
         counts: launches per kernel name since loading.
         launches: the launches of the last call, in order.
+        stamps: of the last call, by kernel name: int64 [T, stamps, 2], wall nanoseconds and SM cycles.
     """
 
     def __init__(self, plan: Plan, runner: Runner) -> None:
@@ -92,6 +95,7 @@ class Module:
         self.runner = runner
         self.counts: dict[str, int] = {kernel.name: 0 for kernel in plan.kernels}
         self.launches: list[Launch] = []
+        self.stamps: dict[str, Any] = {}
         self._order = _launch_order(plan)
 
     # ---- calling --------------------------------------------------------------------------------
@@ -145,12 +149,18 @@ class Module:
         scalar = any(self.runner.address(array) % VECTOR_ALIGNMENT for array in args)
         blocks = kernel.columns.blocks if kernel.columns is not None else 1
         grid = (tokens, blocks)
+        tail: list[Any] = [tokens]
+        if kernel.phases:
+            # One more stamp than phases for each team: where it starts.
+            shape = (tokens, stamp_count(kernel), 2)
+            self.stamps[kernel.name] = self.runner.empty(shape, "int64")
+            tail = [self.stamps[kernel.name], tokens]
         written = tuple(
             p.name
             for p, name in zip(signature(self.plan, kernel).params, names, strict=False)
             if p.writable and self.plan.made_in(kernel, name)
         )
-        report = self.runner.launch(kernel, scalar, grid, [*args, tokens], written, **options)
+        report = self.runner.launch(kernel, scalar, grid, [*args, *tail], written, **options)
         self.counts[kernel.name] += 1
         self.launches.append(Launch(kernel.name, grid, scalar, report))
 
@@ -414,20 +424,14 @@ class CudaRunner:
 
     def __init__(self, plan: Plan, *, compile: str = "auto", source: str | None = None) -> None:
         from mhcgen.backends import cuda
+        from mhcgen.backends.cupy_state import require_gpu
 
         self.plan = plan
         self._cuda = cuda
         self._compile = compile
         self._source = source
         self._modules: dict[bool, Any] = {}
-        usable, reason = cuda.is_available()
-        if not usable:
-            raise EnvironmentFault(
-                "E-NO-GPU",
-                f"the cuda backend is not usable: {reason}",
-                where="--backend cuda",
-                hints=("`mhcgen doctor` says what is missing", "use --backend host"),
-            )
+        require_gpu()
 
     def check_array(self, name: str, value: Any) -> Any:
         """CuPy arrays only."""

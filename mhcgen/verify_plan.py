@@ -81,6 +81,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "fuse": (every_stage_has_one_kernel, kernel_names_are_unique),
     "place": (every_touched_tensor_has_a_place, threads_own_every_column, buffers_are_declared),
     "sync": (no_hazard_is_bare, every_barrier_has_a_reason),
+    "stamp": (),
     "launch": (),
 }
 

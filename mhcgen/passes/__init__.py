@@ -9,6 +9,7 @@ from mhcgen.ir import Program
 from mhcgen.passes.fuse import fuse
 from mhcgen.passes.launch import launch
 from mhcgen.passes.place import place
+from mhcgen.passes.stamp import stamp
 from mhcgen.passes.sync import sync
 from mhcgen.plan import Options, Plan
 from mhcgen.verify import verify
@@ -19,6 +20,7 @@ PIPELINE: tuple[tuple[str, Pass], ...] = (
     ("fuse", fuse),
     ("place", place),
     ("sync", sync),
+    ("stamp", stamp),
     ("launch", launch),
 )
 

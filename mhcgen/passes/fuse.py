@@ -123,8 +123,7 @@ def _preset_groups(program: Program, preset: str) -> list[tuple[str, ...]]:
                     "F-PRESET",
                     f"preset {preset}",
                     f"the Program has no stage of kind {kind}",
-                    "build it with that stage, or choose among "
-                    f"{', '.join(stage.name for stage in program.stages)}",
+                    f"build it with that stage, or choose among {', '.join(stage.name for stage in program.stages)}",
                 )
         return have
 

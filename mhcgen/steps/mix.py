@@ -24,11 +24,13 @@ def lane_declares(context: Context) -> tuple[Declare, ...]:
     shape = f"{context.layout}_{full}" if context.layout != "registers" else "registers"
     matrix = context.declare("matrix", elements=fields["elements"])
     if context.layout == "registers":
-        return (context.declare("lanes_registers", n=context.n), matrix)
+        return (context.declare("lanes_registers"), matrix)
     return (context.declare(f"lanes_{shape}", n=context.n, power=fields["power"]), matrix)
 
 
-GATES = ("gate_registers", ())
+def gate_declares(context: Context) -> Declare:
+    """Lane c < n also holds the two gates of stream c."""
+    return context.declare("gate_registers", n=context.n)
 
 
 def rowsq(context: Context, stage: Stage) -> None:
@@ -73,7 +75,7 @@ def rowsq(context: Context, stage: Stage) -> None:
             "scale_lanes",
             "mix",
             (),
-            (GATES, *lane_declares(context)),
+            (gate_declares(context), *lane_declares(context)),
             elements=lane_fields(context)["elements"],
         )
         return
@@ -101,7 +103,7 @@ def _fetch_mixes(context: Context, stage: Stage, tensor: str) -> None:
         f"fetch_mixes_{context.layout}",
         "mix",
         reads,
-        (GATES, *lane_declares(context)),
+        (gate_declares(context), *lane_declares(context)),
         early=not reads and not context.plan.made_in(context.kernel, tensor),
         source=context.gate_source(tensor),
         n=context.n,
@@ -126,7 +128,11 @@ def gates(context: Context, stage: Stage) -> None:
         elements = lane_fields(context)["elements"]
         if context.place(scaled).space != "lane":
             _fetch_mixes(context, stage, scaled)
-        declares = (GATES, *lane_declares(context), context.declare("gate_parameters", elements=elements))
+        declares = (
+            gate_declares(context),
+            *lane_declares(context),
+            context.declare("gate_parameters", elements=elements),
+        )
         context.step(
             stage,
             "parameters",

@@ -6,7 +6,7 @@ from typing import Any
 
 from mhcgen.combs import HalfStep, comb_program
 from mhcgen.ir import Stage
-from mhcgen.plan import Access, Loop, Node
+from mhcgen.plan import Access, Declare, Loop, Node
 from mhcgen.steps.context import LANE_LAYOUTS, Context, identifier
 from mhcgen.steps.mix import _store_matrix, lane_declares, lane_fields
 
@@ -24,9 +24,26 @@ def sinkhorn(context: Context, stage: Stage) -> None:
         half(context, stage, step, f"start{index}", context.body)
     if program.count > 0:
         inner: list[Node] = []
+        if stage.attr("early_stop"):
+            _snapshot(context, stage, inner)
         for index, step in enumerate(program.loop):
             half(context, stage, step, f"loop{index}", inner)
+        if _counts_iterations(stage):
+            context.step(
+                stage, "count", "count_iteration", "mix", declares=(context.declare("iterations"),), into=inner
+            )
+        if stage.attr("early_stop"):
+            _stop_if_stationary(context, stage, inner)
         context.body.append(Loop(f"{stage.name}.loop", program.count, tuple(inner)))
+    if _counts_iterations(stage):
+        context.step(
+            stage,
+            "iterations",
+            "store_iterations",
+            "mix",
+            declares=(context.declare("iterations"),),
+            target=context.row(stage.result("iterations")),
+        )
     comb = stage.result("comb")
     if lanes:
         _store_matrix(context, stage, "store", comb)
@@ -46,6 +63,63 @@ def sinkhorn(context: Context, stage: Stage) -> None:
 
 def _matrix(context: Context, stage: Stage) -> str:
     return context.share(f"s_{identifier(stage.operand('logits'))}", "float", context.n * context.n)
+
+
+def _counts_iterations(stage: Stage) -> bool:
+    return any(slot == "iterations" for slot, _ in stage.results)
+
+
+def _snapshot(context: Context, stage: Stage, into: list[Node]) -> None:
+    """Keep each lane's elements, to see whether an iteration changes a bit."""
+    elements = _own_elements(context)
+    declares = (context.declare("snapshot", elements=elements), *_matrix_declares(context))
+    if context.layout in LANE_LAYOUTS:
+        context.step(stage, "snapshot", "snapshot_lanes", "mix", (), declares, into=into, elements=elements)
+        return
+    matrix = _matrix(context, stage)
+    context.step(
+        stage,
+        "snapshot",
+        "snapshot_shared",
+        "mix",
+        (Access(matrix, False, own=True),),
+        declares,
+        into=into,
+        matrix=matrix,
+        size=context.n * context.n,
+        elements=elements,
+    )
+
+
+def _stop_if_stationary(context: Context, stage: Stage, into: list[Node]) -> None:
+    """Leave the loop once an iteration changed no bit: all further ones would change none either."""
+    elements = _own_elements(context)
+    declares = (context.declare("snapshot", elements=elements), *_matrix_declares(context))
+    if context.layout in LANE_LAYOUTS:
+        context.step(stage, "stop", "stationary_lanes", "mix", (), declares, into=into, elements=elements)
+        return
+    matrix = _matrix(context, stage)
+    fields: dict[str, Any] = {"matrix": matrix, "size": context.n * context.n, "elements": elements}
+    reads = (Access(matrix, False, own=True),)
+    if context.plan.options.sync != "block":
+        context.step(stage, "stop", "stationary_shared", "mix", reads, declares, into=into, **fields)
+        return
+    # With block barriers in the loop every thread must leave it together, so the vote goes through memory.
+    flag = context.share(f"s_{identifier(stage.name)}_stop", "int", 1)
+    context.step(
+        stage, "vote", "vote_shared", "mix", (*reads, Access(flag, True)), declares, into=into, flag=flag, **fields
+    )
+    context.step(stage, "leave", "leave", "all", (Access(flag, False),), into=into, flag=flag)
+
+
+def _own_elements(context: Context) -> int:
+    if context.layout in LANE_LAYOUTS:
+        return int(lane_fields(context)["elements"])
+    return -(-context.n * context.n // 32)
+
+
+def _matrix_declares(context: Context) -> tuple[Declare, ...]:
+    return lane_declares(context) if context.layout in LANE_LAYOUTS else ()
 
 
 def _fetch_logits(context: Context, stage: Stage) -> None:
