@@ -42,6 +42,7 @@ RULES = (
     "oob-guard",
     "oob-wild",
     "oob-shared",
+    "oob-shared-guard",
     "oob-index",
     "oob-dynamic-guard",
     "deadlock-waiting",
@@ -108,6 +109,7 @@ class WaitRecord(c.Structure):
         ("op", c.c_uint32),
         ("mask", c.c_uint32),
         ("line", c.c_uint32),
+        ("pc", c.c_uint32),
     )
 
 

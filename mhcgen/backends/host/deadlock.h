@@ -24,7 +24,7 @@ static void list_waits(Cta* cta) {
       }
       MhcWait& row = request->waits[request->wait_count++];
       row = {warp, together, MHC_WAIT_WARP, first->warp_call.op, first->warp_call.mask,
-             static_cast<uint32_t>(line_of_wait(first))};
+             static_cast<uint32_t>(line_of_wait(first)), first->call_site};
       if (first->state != State::InWarpOperation) {
         const bool named = first->state == State::AtNamedBarrier;
         row.kind = named ? MHC_WAIT_NAMED : MHC_WAIT_BLOCK;
@@ -49,14 +49,14 @@ static void report_absent_lanes(Cta* cta, unsigned warp) {
       }
       MhcFinding finding = blank_finding(MHC_MASK, MHC_MASK_LANES_ABSENT);
       finding.mask = waiting->warp_call.mask;
-      put_thread(finding, 0, waiting, waiting->warp_call.line);
-      put_thread(finding, 1, other, line_of_wait(other));
+      put_call(finding, 0, waiting, waiting->warp_call.line);
+      put_call(finding, 1, other, line_of_wait(other));
       record(cta->launch, finding);
       if (other->state == State::InWarpOperation) continue;
       finding.kind = MHC_BARRIER;
       finding.detail = MHC_BARRIER_DIVERGED;
-      put_thread(finding, 0, other, other->block_call.line);
-      put_thread(finding, 1, waiting, waiting->warp_call.line);
+      put_call(finding, 0, other, other->block_call.line);
+      put_call(finding, 1, waiting, waiting->warp_call.line);
       record(cta->launch, finding);
     }
   }
@@ -67,7 +67,7 @@ static void report_deadlock(Cta* cta) {
   MhcFinding finding = blank_finding(MHC_DEADLOCK, MHC_DEADLOCK_WAITING);
   for (unsigned i = cta->threads; i-- > 0;) {
     if (cta->fibers[i].state == State::Done) continue;
-    put_thread(finding, 0, &cta->fibers[i], line_of_wait(&cta->fibers[i]));
+    put_call(finding, 0, &cta->fibers[i], line_of_wait(&cta->fibers[i]));
   }
   finding.value = cta->live;
   record(cta->launch, finding);

@@ -52,7 +52,7 @@ unsigned long long mhc_rt_atomic(void* address, unsigned op, unsigned type, unsi
 void mhc_rt_sync_named(int number, int threads, int line);
 void mhc_rt_copy(void* to, const void* from, unsigned long bytes);
 void mhc_rt_fill(void* to, int value, unsigned long bytes);
-void mhc_rt_yield(void);
+void mhc_rt_yield(int line);
 void mhc_rt_trap(int line) __attribute__((noreturn));
 
 float mhc_rt_exp2(float x);

@@ -20,6 +20,7 @@ class Place:
         action: `read`, `write`, `atomic`, or the name of a barrier or warp operation.
         file: name of the source, empty if unknown.
         line: 1-based, 0 if unknown.
+        callers: lines of the calls that lead there, innermost first, where it lies in inlined functions.
     """
 
     block: int | None = None
@@ -27,12 +28,17 @@ class Place:
     action: str = ""
     file: str = ""
     line: int = 0
+    callers: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         who = "" if self.thread is None else f"thread {self.thread}"
         who += "" if self.block is None else f" of block {self.block}" if who else f"block {self.block}"
         text = f"{self.action} by {who}" if self.action and who else self.action or who
-        return f"{text} at {self.file}:{self.line}" if self.line else text
+        if self.line:
+            text += f" at {self.file}:{self.line}"
+        if self.callers:
+            text += " from line " + ", ".join(map(str, self.callers))
+        return text
 
 
 @dataclass(frozen=True)

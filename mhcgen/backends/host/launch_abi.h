@@ -55,8 +55,9 @@ enum MhcDetail : uint32_t {
   MHC_MASK_WIDTH,          // a width that is no power of two up to 32
   MHC_SHUFFLE_INACTIVE,    // the source lane does not take part
   MHC_OOB_GUARD,           // in the guard band of a buffer
-  MHC_OOB_WILD,            // in no buffer at all; the launch was stopped
+  MHC_OOB_WILD,            // in no memory of the launch at all; it was stopped
   MHC_OOB_SHARED,          // in the shared segment, outside every variable
+  MHC_OOB_SHARED_GUARD,    // bytes behind all static shared variables changed
   MHC_OOB_INDEX,           // an index outside a declared array; the launch was stopped
   MHC_OOB_DYNAMIC_GUARD,   // bytes behind the dynamic shared memory changed
   MHC_DEADLOCK_WAITING,    // every live thread waits
@@ -76,7 +77,7 @@ struct MhcFinding {
   uint64_t value;     // address, array index or lanes, by detail
   uint32_t thread[2];  // linear thread ids, MHC_NONE where there is none
   uint32_t line[2];    // source lines of barriers and warp operations, else 0
-  uint32_t pc[2];      // offsets into the module of memory accesses, else 0
+  uint32_t pc[2];      // return addresses as offsets into the module, else 0
   uint32_t access[2];  // MhcAccessFlags
   uint32_t kind, detail, scope;
   uint32_t region;  // index into MhcLaunch::regions, MHC_NONE where there is none
@@ -91,7 +92,7 @@ enum MhcWaitKind : uint32_t { MHC_WAIT_BLOCK, MHC_WAIT_WARP, MHC_WAIT_NAMED };
 // After a deadlock: which lanes of which warp wait where. For a named barrier, `op` is its number and `mask` the
 // count of threads it waits for.
 struct MhcWait {
-  uint32_t warp, lanes, kind, op, mask, line;
+  uint32_t warp, lanes, kind, op, mask, line, pc;
 };
 
 struct MhcLaunch {

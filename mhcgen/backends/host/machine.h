@@ -35,6 +35,7 @@ struct Fiber {
   MhcDim3 index;
   unsigned linear;
   State state;
+  uint32_t call_site;  // of the latest barrier or warp operation, an offset into the module
   BlockCall block_call;
   WarpCall warp_call;
   uint64_t result;  // of the barrier or warp operation that let it go on

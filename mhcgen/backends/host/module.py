@@ -19,7 +19,7 @@ from mhcgen.backends.host.arguments import Bound, bind
 from mhcgen.backends.host.buffers import HostBuffer
 from mhcgen.backends.host.build import Fibers, build
 from mhcgen.backends.host.findings import AccessCounts, Finding, LaunchReport
-from mhcgen.backends.host.render import Renderer, guard_finding, input_finding
+from mhcgen.backends.host.render import Renderer, guard_finding, input_finding, merged
 from mhcgen.backends.host.unit import MAX_DYNAMIC_SHARED, source_name
 from mhcgen.backends.signature import KernelSignature
 from mhcgen.errors import EnvironmentFault, UsageError
@@ -30,7 +30,7 @@ MAX_THREADS = 1024
 _MAX_GRID = (2**31 - 1, 65535, 65535)
 _MAX_BLOCK = (1024, 1024, 64)
 _STACK_BYTES = 128 * 1024
-_MAX_FINDINGS = 64
+_MAX_FINDINGS = 256
 _MAX_WAITS = 64
 
 
@@ -197,7 +197,7 @@ class HostModule:
     def _shared_variables(self) -> tuple[debuginfo.SharedVariable, ...]:
         if not self.race:
             return ()
-        return tuple(v for v in debuginfo.read(self.path).shared if v.function)
+        return debuginfo.shared_variables(self.path)
 
     def _renderer(self, names: Sequence[str]) -> Renderer:
         return Renderer(debuginfo.read(self.path), self.source, source_name(self.name), names)
@@ -207,7 +207,7 @@ class HostModule:
             return ()
         renderer = self._renderer(names)
         waits = record.waits[: record.wait_count]
-        return tuple(renderer.finding(found, waits) for found in record.findings[: record.finding_count])
+        return merged(renderer.finding(found, waits) for found in record.findings[: record.finding_count])
 
     def _buffer_findings(self, bound: Bound, record: abi.LaunchRecord) -> tuple[Finding, ...]:
         """What only shows in the memory afterwards: a changed guard band or input."""

@@ -150,5 +150,5 @@ MHC_INLINE void* memset(void* to, int value, size_t bytes) {
 
 // ---- time and traps ------------------------------------------------------------------------------------------
 MHC_INLINE long long clock64() { return static_cast<long long>(mhc_rt_nanoseconds()); }
-MHC_INLINE void __nanosleep(unsigned) { mhc_rt_yield(); }
+MHC_INLINE void __nanosleep(unsigned, int line = __builtin_LINE()) { mhc_rt_yield(line); }
 MHC_INLINE void __trap(int line = __builtin_LINE()) { mhc_rt_trap(line); }

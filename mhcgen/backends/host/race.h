@@ -17,10 +17,6 @@ struct Race {
   uint64_t stacks_low, stacks_high;
 };
 
-static uint32_t module_offset(const Launch* launch, const void* pc) {
-  return static_cast<uint32_t>(reinterpret_cast<uint64_t>(pc) - launch->module.base);
-}
-
 static bool ordered_before(const Access& earlier, const Fiber* now) {
   const Cta* cta = now->cta;
   if (earlier.block != cta->serial) return false;
@@ -35,7 +31,7 @@ static bool ordered_before(const Access& earlier, const Fiber* now) {
 
 static MhcFinding access_finding(MhcKind kind, MhcDetail detail, const Access& access, uint64_t size) {
   MhcFinding finding = blank_finding(kind, detail);
-  put_thread(finding, 0, running, 0);
+  put_thread(finding, 0, running);
   finding.pc[0] = access.pc;
   finding.access[0] = access.flags;
   finding.size = static_cast<uint32_t>(size);
@@ -50,7 +46,7 @@ static void report_race(const Shadow& shadow, uint64_t cell, const Access& earli
   finding.offset = static_cast<int64_t>(cell << shadow.cell_bits);
   finding.block[0] = request->blocks != nullptr ? request->blocks[earlier.block - 1] : earlier.block - 1;
   finding.thread[0] = earlier.thread;
-  put_thread(finding, 1, running, 0);
+  put_thread(finding, 1, running);
   finding.pc[1] = now.pc;
   finding.access[1] = now.flags;
   finding.scope = earlier.block != now.block     ? MHC_ACROSS_BLOCKS
@@ -219,29 +215,37 @@ static Shadow* find_shadow(Race* race, uint64_t address) {
   return nullptr;
 }
 
+// The memory of the launch that lies nearest, to say where a stray access was probably meant to go.
+static void name_nearest(const Race* race, uint64_t address, bool shared, MhcFinding& finding) {
+  uint64_t best = ~uint64_t{0};
+  for (unsigned i = 0; i < race->shadow_count; ++i) {
+    const Shadow& shadow = race->shadows[i];
+    const uint64_t distance = address < shadow.low ? shadow.low - address : address - shadow.low;
+    if (shadow.shared != shared || distance >= best) continue;
+    best = distance;
+    finding.region = shadow.index;
+    finding.offset = static_cast<int64_t>(address - shadow.low);
+  }
+}
+
 // The access hits no region: constants of the module are fine, the rest is not.
 static void note_stray_access(Launch* launch, uint64_t address, uint64_t size, const Access& now) {
   const ModuleMap& module = launch->module;
   const uint64_t shared_low = reinterpret_cast<uint64_t>(module.shared_low);
-  if (module.shared_low != nullptr && address - shared_low < static_cast<uint64_t>(module.shared_high - module.shared_low)) {
-    MhcFinding finding = access_finding(MHC_OOB, MHC_OOB_SHARED, now, size);
-    const Race* race = launch->race;
-    for (unsigned i = 0; i < race->shadow_count; ++i) {  // name the variable before it
-      const Shadow& shadow = race->shadows[i];
-      if (!shadow.shared || shadow.high > address) continue;
-      finding.region = shadow.index;
-      finding.offset = static_cast<int64_t>(address - shadow.low);
+  const uint64_t shared_high = reinterpret_cast<uint64_t>(module.shared_high);
+  const bool in_shared = address >= shared_low && address < shared_high;
+  if (!in_shared) {
+    for (unsigned i = 0; i < module.segments; ++i) {
+      if (address >= module.segment_low[i] && address < module.segment_high[i]) return;
     }
-    record(launch, finding);
-    return;
   }
-  for (unsigned i = 0; i < module.segments; ++i) {
-    if (address >= module.segment_low[i] && address < module.segment_high[i]) return;
-  }
-  MhcFinding finding = access_finding(MHC_OOB, MHC_OOB_WILD, now, size);
+  constexpr uint64_t near = 1 << 20;
+  const bool near_shared = shared_high != 0 && address + near >= shared_low && address < shared_high + near;
+  MhcFinding finding = access_finding(MHC_OOB, near_shared ? MHC_OOB_SHARED : MHC_OOB_WILD, now, size);
   finding.value = address;
+  if (address >= 65536) name_nearest(launch->race, address, near_shared, finding);  // else a null pointer
   record(launch, finding);
-  stop_launch();
+  if (!in_shared) stop_launch();
 }
 
 static void count_access(MhcRegion* region, uint64_t offset, uint64_t size, bool write) {

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from mhcgen.backends.host import abi
 from mhcgen.backends.host.debuginfo import DebugInfo
@@ -26,15 +27,19 @@ _SENTENCES = {
     "mask-width": "the width of a shuffle must be a power of two up to 32, not {value}",
     "shuffle-inactive": "the source lane of a shuffle does not take part; its value is undefined",
     "oob-guard": "the access lies outside the array",
-    "oob-wild": "the access lies in no array at all (address {value:#x}); the launch was stopped before it",
+    "oob-wild": "the access lies in no array at all; the launch was stopped before it",
     "oob-shared": "the access lies in shared memory, but in no shared variable",
     "oob-index": "index {signed} lies outside a declared array; the launch was stopped before the access",
+    "oob-shared-guard": "a write lies behind all static shared variables",
     "oob-dynamic-guard": "a write lies behind the dynamic shared memory of the launch",
     "deadlock-waiting": "{value} live threads all wait",
     "deadlock-spinning": "threads only yield in __nanosleep and nothing else happens: a wait that cannot end",
     "stack": "the thread used more stack than the executor gives it",
     "trap": "the kernel called __trap",
 }
+
+
+_OF_MEMORY = ("race", "uninit", "oob", "write-to-const")
 
 
 class Renderer:
@@ -59,8 +64,12 @@ class Renderer:
         rule = abi.RULES[record.detail] or kind
         places = tuple(place for side in (0, 1) if (place := self._place(record, side, kind)) is not None)
         buffer = "" if record.region == abi.NONE else self._buffers[record.region]
-        if rule in ("oob-dynamic-guard", "oob-shared") and not buffer:
-            buffer = "dynamic shared" if rule == "oob-dynamic-guard" else "shared"
+        if not buffer and rule.startswith("oob-shared"):
+            buffer = "shared"
+        elif rule == "oob-dynamic-guard":
+            buffer = "dynamic shared"
+        elif rule == "oob-wild" and not buffer:
+            buffer = "null pointer"
         has_offset = bool(buffer)
         mask = record.mask if kind in ("mask", "shuffle") or rule == "barrier-diverged" else None
         draft = Finding(
@@ -74,19 +83,28 @@ class Renderer:
             mask=mask,
             count=record.count,
         )
-        return with_text(draft, self._text(draft, record.value, waits))
+        return replace(draft, text=self._text(draft, record.value, waits))
 
     def _place(self, record: abi.FindingRecord, side: int, kind: str) -> Place | None:
         thread, line, pc = record.thread[side], record.line[side], record.pc[side]
         if thread == abi.NONE:
             return Place(block=record.block[0]) if side == 0 and kind == "oob" else None
-        action, file = "", self._file if line else ""
-        if pc:
+        action = ""
+        if kind in _OF_MEMORY and record.detail != abi.RULES.index("oob-index"):
             flags = record.access[side]
             action = "atomic" if flags & abi.ACCESS_ATOMIC else "write" if flags & abi.ACCESS_WRITE else "read"
-            # The recorded address is the return address of the callback: the access is just before it.
-            file, line = self._info.place(pc - 1) or ("", 0)
-        return Place(block=record.block[side], thread=thread, action=action, file=file, line=line)
+        file, line, callers = self._source(pc, line)
+        return Place(record.block[side], thread, action, file, line, callers)
+
+    def _source(self, pc: int, line: int) -> tuple[str, int, tuple[int, ...]]:
+        """File, line and callers of a return address; `line` is what the runtime knows without it."""
+        frames = self._info.frames(pc - 1) if pc else ()  # the call is just before the return address
+        inside = [frame.line for frame in frames if frame.file == self._file]
+        if inside:
+            return self._file, inside[0], tuple(inside[1:])
+        if line:
+            return self._file, line, ()
+        return (frames[0].file, frames[0].line, ()) if frames else ("", 0, ())
 
     def _text(self, finding: Finding, value: int, waits: Sequence[abi.WaitRecord]) -> str:
         signed = value - (1 << 64) if value >> 63 else value
@@ -112,13 +130,9 @@ class Renderer:
             what = f"bar.sync {wait.op}, {wait.mask}"
         else:
             what = f"{abi.WARP_OPS[wait.op]}({wait.mask:#010x})"
-        return f"warp {wait.warp}, lanes {_lanes(wait.lanes)} wait in {what} at {self._file}:{wait.line}"
-
-
-def with_text(finding: Finding, text: str) -> Finding:
-    """The same finding with its text."""
-    fields = {name: getattr(finding, name) for name in finding.__dataclass_fields__}
-    return Finding(**{**fields, "text": text})
+        file, line, callers = self._source(wait.pc, wait.line)
+        place = Place(file=file, line=line, callers=callers)
+        return f"warp {wait.warp}, lanes {_lanes(wait.lanes)} wait in {what}{place}"
 
 
 def _lanes(bits: int) -> str:
@@ -144,3 +158,20 @@ def input_finding(buffer: str, offset: int) -> Finding:
     """A write to a read-only array, known only by the changed bytes."""
     text = f"write-to-const: {buffer}{offset:+d}: the kernel changed an array that it may only read"
     return Finding("write-to-const", "write-to-const", buffer=buffer, offset=offset, text=text)
+
+
+def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """One finding per rule and source lines: copies of one line (unrolled loops) count as repetitions."""
+    groups: dict[tuple[object, ...], list[Finding]] = {}
+    for finding in findings:
+        places = tuple((place.action, place.file, place.line, place.callers) for place in finding.places)
+        key = (finding.rule, finding.scope, finding.buffer, places)
+        groups.setdefault(key, []).append(finding)
+    return tuple(_counted(group[0], sum(item.count for item in group)) for group in groups.values())
+
+
+def _counted(finding: Finding, count: int) -> Finding:
+    repeated = f" ({finding.count} times)" if finding.count > 1 else ""
+    head, newline, rest = finding.text.partition("\n")
+    head = head.removesuffix(repeated) + (f" ({count} times)" if count > 1 else "")
+    return replace(finding, count=count, text=head + newline + rest)

@@ -15,14 +15,22 @@ extern "C" MhcDim3 mhc_rt_block_index(void) { return running->cta->index; }
 extern "C" MhcDim3 mhc_rt_block_shape(void) { return running->cta->launch->request->block; }
 extern "C" MhcDim3 mhc_rt_grid_shape(void) { return running->cta->launch->request->grid; }
 
-extern "C" int mhc_rt_sync_block(unsigned op, int predicate, int line) { return sync_block(op, predicate, line); }
+#define MHC_NOTE_CALL_SITE() \
+  (running->call_site = module_offset(running->cta->launch, __builtin_return_address(0)))
+
+extern "C" int mhc_rt_sync_block(unsigned op, int predicate, int line) {
+  MHC_NOTE_CALL_SITE();
+  return sync_block(op, predicate, line);
+}
 
 extern "C" unsigned long long mhc_rt_sync_warp(unsigned op, unsigned mask, unsigned long long value,
                                                unsigned argument, int width, int line) {
+  MHC_NOTE_CALL_SITE();
   return sync_warp({op, mask, argument, width, line, value});
 }
 
 extern "C" void mhc_rt_sync_named(int number, int threads, int line) {
+  MHC_NOTE_CALL_SITE();
   sync_named(static_cast<unsigned>(number), static_cast<unsigned>(threads), line);
 }
 
@@ -37,11 +45,15 @@ extern "C" void mhc_rt_fill(void* to, int value, unsigned long bytes) {
   memset(to, value, bytes);
 }
 
-extern "C" void mhc_rt_yield(void) { yield_turn(); }
+extern "C" void mhc_rt_yield(int line) {
+  MHC_NOTE_CALL_SITE();
+  yield_turn(line);
+}
 
 extern "C" void mhc_rt_trap(int line) {
   MhcFinding finding = blank_finding(MHC_TRAP, MHC_NO_DETAIL);
-  put_thread(finding, 0, running, line);
+  MHC_NOTE_CALL_SITE();
+  put_call(finding, 0, running, line);
   record(running->cta->launch, finding);
   stop_launch();
 }
@@ -144,6 +156,17 @@ static void begin_block(Cta* cta, uint64_t linear) {
   if (launch->race != nullptr) reset_clocks(&launch->race->clocks, cta->warp_count);
 }
 
+static void check_shared_guards(Cta* cta) {
+  const ModuleMap& module = cta->launch->module;
+  const int64_t dynamic = broken_dynamic_guard(module, cta->launch->request->dynamic_shared);
+  const int64_t fixed = broken_static_guard();
+  if (dynamic < 0 && fixed < 0) return;
+  MhcFinding finding = blank_finding(MHC_OOB, dynamic >= 0 ? MHC_OOB_DYNAMIC_GUARD : MHC_OOB_SHARED_GUARD);
+  finding.offset = dynamic >= 0 ? dynamic : fixed;
+  finding.block[0] = cta->linear;
+  record(cta->launch, finding);
+}
+
 static void run_block(Cta* cta, uint64_t linear) {
   Launch* launch = cta->launch;
   begin_block(cta, linear);
@@ -154,13 +177,7 @@ static void run_block(Cta* cta, uint64_t linear) {
     report_deadlock(cta);
     launch->stopped = true;
   }
-  const int64_t broken = broken_dynamic_guard(launch->module, launch->request->dynamic_shared);
-  if (broken >= 0) {
-    MhcFinding finding = blank_finding(MHC_OOB, MHC_OOB_DYNAMIC_GUARD);
-    finding.offset = broken;
-    finding.block[0] = linear;
-    record(launch, finding);
-  }
+  check_shared_guards(cta);
   check_stacks(cta);
   if (!launch->stopped) ++launch->request->blocks_run;
 }

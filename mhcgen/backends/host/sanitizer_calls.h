@@ -54,7 +54,7 @@ struct IndexCheck {
   const IndexType* index_type;
 };
 
-static void note_bad_index(const IndexCheck* check, unsigned long index) {
+static void note_bad_index(const IndexCheck* check, unsigned long index, const void* pc) {
   if (running == nullptr) return;
   const IndexType* type = check->index_type;
   const unsigned bits = 1u << (type->info >> 1);
@@ -63,14 +63,16 @@ static void note_bad_index(const IndexCheck* check, unsigned long index) {
     value = static_cast<int64_t>(static_cast<uint64_t>(value) << (64 - bits)) >> (64 - bits);
   }
   MhcFinding finding = blank_finding(MHC_OOB, MHC_OOB_INDEX);
-  put_thread(finding, 0, running, static_cast<int>(check->line));
+  put_thread(finding, 0, running);
+  finding.line[0] = check->line;
+  finding.pc[0] = module_offset(running->cta->launch, pc);
   finding.value = static_cast<uint64_t>(value);
   record(running->cta->launch, finding);
   stop_launch();
 }
 extern "C" void __ubsan_handle_out_of_bounds(void* check, unsigned long index) {
-  note_bad_index(static_cast<const IndexCheck*>(check), index);
+  note_bad_index(static_cast<const IndexCheck*>(check), index, __builtin_return_address(0));
 }
 extern "C" void __ubsan_handle_out_of_bounds_abort(void* check, unsigned long index) {
-  note_bad_index(static_cast<const IndexCheck*>(check), index);
+  note_bad_index(static_cast<const IndexCheck*>(check), index, __builtin_return_address(0));
 }

@@ -142,7 +142,7 @@ static void check_stacks(Cta* cta) {
   for (unsigned i = 0; i < cta->threads; ++i) {
     if (*reinterpret_cast<uint64_t*>(stack_of(cta, i)) == STACK_CANARY) continue;
     MhcFinding finding = blank_finding(MHC_STACK, MHC_NO_DETAIL);
-    put_thread(finding, 0, &cta->fibers[i], 0);
+    put_thread(finding, 0, &cta->fibers[i]);
     record(cta->launch, finding);
     cta->launch->stopped = true;
   }

@@ -31,8 +31,8 @@ static void check_block_barrier(Cta* cta, const Fiber* first) {
     }
     if (detail == MHC_NO_DETAIL) continue;
     MhcFinding finding = blank_finding(MHC_BARRIER, detail);
-    put_thread(finding, 0, first, first->block_call.line);
-    put_thread(finding, 1, fiber, detail == MHC_BARRIER_EXITED ? 0 : fiber->block_call.line);
+    put_call(finding, 0, first, first->block_call.line);
+    put_call(finding, 1, fiber, detail == MHC_BARRIER_EXITED ? 0 : fiber->block_call.line);
     record(cta->launch, finding);
   }
 }
@@ -81,8 +81,8 @@ static int sync_block(unsigned op, int predicate, int line) {
 static void report_named(Cta* cta, MhcDetail detail, const Fiber* first, const Fiber* second, unsigned number) {
   MhcFinding finding = blank_finding(MHC_BARRIER, detail);
   finding.value = number;
-  put_thread(finding, 0, first, first->block_call.line);
-  if (second != nullptr) put_thread(finding, 1, second, second == first ? 0 : line_of_wait(second));
+  put_call(finding, 0, first, first->block_call.line);
+  if (second != nullptr) put_call(finding, 1, second, second == first ? 0 : line_of_wait(second));
   record(cta->launch, finding);
 }
 
@@ -155,8 +155,8 @@ static void check_warp_lines(Cta* cta, const Fiber* lanes, unsigned together) {
     if (fiber->warp_call.line == first->warp_call.line) continue;
     MhcFinding finding = blank_finding(MHC_MASK, MHC_MASK_LINES);
     finding.mask = fiber->warp_call.mask;
-    put_thread(finding, 0, first, first->warp_call.line);
-    put_thread(finding, 1, fiber, fiber->warp_call.line);
+    put_call(finding, 0, first, first->warp_call.line);
+    put_call(finding, 1, fiber, fiber->warp_call.line);
     record(cta->launch, finding);
   }
 }
@@ -166,7 +166,7 @@ static uint64_t shuffled_value(Cta* cta, const Fiber* lanes, const Fiber* self, 
   if (together >> source & 1) return lanes[source].warp_call.value;
   MhcFinding finding = blank_finding(MHC_SHUFFLE, MHC_SHUFFLE_INACTIVE);
   finding.mask = self->warp_call.mask;
-  put_thread(finding, 0, self, self->warp_call.line);
+  put_call(finding, 0, self, self->warp_call.line);
   finding.block[1] = cta->linear;
   finding.thread[1] = self->warp() * WARP + source;
   record(cta->launch, finding);
@@ -220,7 +220,7 @@ static void report_call(Fiber* self, MhcDetail detail, unsigned mask, uint64_t v
   MhcFinding finding = blank_finding(MHC_MASK, detail);
   finding.mask = mask;
   finding.value = value;
-  put_thread(finding, 0, self, line);
+  put_call(finding, 0, self, line);
   record(self->cta->launch, finding);
 }
 
@@ -263,12 +263,12 @@ static void thread_ended(Fiber* fiber) {
   if (cta->at_barrier != 0 && cta->at_barrier == cta->live) release_block_barrier(cta);
 }
 
-static void yield_turn() {
+static void yield_turn(int line) {
   Fiber* self = running;
   Cta* cta = self->cta;
   if (++cta->idle_yields > MAX_IDLE_YIELDS * cta->live) {
     MhcFinding finding = blank_finding(MHC_DEADLOCK, MHC_DEADLOCK_SPINNING);
-    put_thread(finding, 0, self, 0);
+    put_call(finding, 0, self, line);
     record(cta->launch, finding);
     stop_launch();
   }

@@ -26,7 +26,7 @@ def unit_text(source: str, kernels: Sequence[KernelSignature], name: str) -> str
         UsageError: `X-KERNEL-NAME` if a kernel's name is no C identifier.
     """
     names = dynamic_shared_names(source)
-    tail = ['#line 1 "mhcgen-host-entries"', "static thread_local volatile char mhc_unit_anchor;"]
+    tail = ['#line 1 "mhcgen-host-entries"']
     bounds = "*low = *high = 0;"
     if names:
         bounds = "*low = (char*)mhc_unit_dynamic; *high = *low + sizeof mhc_unit_dynamic;"
@@ -38,7 +38,7 @@ def unit_text(source: str, kernels: Sequence[KernelSignature], name: str) -> str
         tail += [f'__asm__(".globl {n}\\n.set {n}, mhc_unit_dynamic\\n");' for n in names]
     tail.append(
         'extern "C" __attribute__((no_sanitize("thread"))) void mhc_unit_shared(char** low, char** high) '
-        f"{{ mhc_unit_anchor = 0; {bounds} }}"
+        f"{{ {bounds} }}"
     )
     tail += [_entry(kernel) for kernel in kernels]
     return "\n".join(['#include "prelude.h"', f'#line 1 "{source_name(name)}"', source, *tail, ""])
