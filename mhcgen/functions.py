@@ -118,12 +118,14 @@ def _memory_functions(dtype: str, chunk: int, scalar: bool) -> list[Function]:
     if ITEMSIZES[dtype] * vector < 4 or (vector == 1):
         return _scalar_functions(dtype)
     words = ITEMSIZES[dtype] * vector // 4
-    names = "xyzw"[:words]
+    # One word is a plain `unsigned`; more are the members of a vector type.
+    type_ = f"uint{words}" if words > 1 else "unsigned"
+    members = [f"q.{name}" for name in "xyzw"[:words]] if words > 1 else ["q"]
     if dtype == "fp32":
         fields = {
             "vector": vector,
             "type": f"float{words}",
-            "members": tuple({"name": name, "index": i} for i, name in enumerate(names)),
+            "members": tuple({"word": word, "index": i} for i, word in enumerate(members)),
         }
         return [
             Function("mhc_load_fp32", "io/load_vector_fp32.cu.j2", fields),
@@ -132,8 +134,8 @@ def _memory_functions(dtype: str, chunk: int, scalar: bool) -> list[Function]:
     if dtype in ("bf16", "fp16"):
         fields = {
             "vector": vector,
-            "type": f"uint{words}",
-            "members": tuple({"name": m, "low": 2 * i, "high": 2 * i + 1} for i, m in enumerate(names)),
+            "type": type_,
+            "members": tuple({"word": w, "low": 2 * i, "high": 2 * i + 1} for i, w in enumerate(members)),
         }
         return [
             Function(f"mhc_load_{dtype}", f"io/load_vector_{dtype}.cu.j2", fields),
@@ -143,8 +145,8 @@ def _memory_functions(dtype: str, chunk: int, scalar: bool) -> list[Function]:
         "dtype": dtype,
         "ctype": CTYPES[dtype],
         "vector": vector,
-        "type": f"uint{words}",
-        "members": tuple({"name": m, **{f"b{b}": 4 * i + b for b in range(4)}} for i, m in enumerate(names)),
+        "type": type_,
+        "members": tuple({"word": w, **{f"b{b}": 4 * i + b for b in range(4)}} for i, w in enumerate(members)),
     }
     return [Function(f"mhc_store_{dtype}", "io/store_vector_8bit.cu.j2", fields)]
 
