@@ -135,11 +135,6 @@ CATALOGUE: dict[str, CatalogueEntry] = {
             "Build the Program with that stage (`--scope`, `--norm`, `--quant`) or choose another preset.",
         ),
         CatalogueEntry(
-            "F-TWO-COLUMN-MAPS",
-            "Two reductions over the columns of one kernel need more threads than one block has.",
-            "Split the group.",
-        ),
-        CatalogueEntry(
             "P-ELEMENT",
             "One element per lane needs n rounded up to a power of two, squared, to fit a warp: n <= 4.",
             "Use placement row or shared.",
@@ -148,6 +143,11 @@ CATALOGUE: dict[str, CatalogueEntry] = {
             "P-REGISTERS",
             "Every lane holding the whole n x n matrix would spill at this n.",
             "Use placement row or shared.",
+        ),
+        CatalogueEntry(
+            "P-CHAIN",
+            "The lanes of a warp hold the mixes of one site, and the kernel works on those of more than one.",
+            "Use placement shared, or split the group.",
         ),
         CatalogueEntry(
             "P-SLAB",
@@ -165,19 +165,9 @@ CATALOGUE: dict[str, CatalogueEntry] = {
             "Use a multiple of 32 up to 1024; with a Sinkhorn warp of its own at least 64.",
         ),
         CatalogueEntry(
-            "L-RUN",
-            "A thread would hold more columns than the reduction tree of this schedule unrolls.",
-            "Use more threads.",
-        ),
-        CatalogueEntry(
             "L-SHARED",
             "The kernel needs more shared memory than a block of this architecture has.",
             "Use a register placement, or split the group.",
-        ),
-        CatalogueEntry(
-            "S-WEAK",
-            "The barrier asked for is weaker than a hazard of the kernel needs.",
-            "Use `--sync auto`, which picks the weakest correct barrier.",
         ),
     )
 }

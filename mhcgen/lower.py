@@ -198,7 +198,7 @@ def _comments(plan: Plan, kernel: Kernel) -> tuple[str, ...]:
         lines[0] = f"{kernel.name}: {', '.join(kernel.stages)}. {c.blocks} blocks share a token's columns."
     for place in kernel.places:
         if place.space != "global":
-            layout = f", {place.layout}" if place.layout else ""
+            layout = f", {place.layout}" if place.space == "lane" else ""
             kind = "memory" if place.space == "shared" else "registers"
             lines.append(f"{place.tensor} lives in {place.space} {kind}{layout}.")
     return tuple(lines)

@@ -7,7 +7,7 @@ kernel {rowsq gates sinkhorn collapse}
   logits   one element a lane | one row a lane | all in every lane | shared memory
 ```
 The reduction order over columns does not depend on any of it (mhcgen.arithmetic), so neither do the bits.
-Refusal codes: P-ELEMENT, P-REGISTERS, P-SLAB, P-QUANT-GROUP, L-THREADS.
+Refusal codes: P-ELEMENT, P-REGISTERS, P-CHAIN, P-SLAB, P-QUANT-GROUP, L-THREADS.
 
 Deliberately not done here: barriers. Steps only state what they touch.
 """
@@ -317,6 +317,15 @@ def _layout(plan: Plan, kernel: Kernel, stages: tuple[Stage, ...], log: list[Log
             f"one element a lane needs {power_of_two(n)} x {power_of_two(n)} = {square} lanes, and a warp has 32",
             "use --placement row, which holds one row a lane up to n = 16",
         )
+    chain = _one_chain(plan, stages)
+    if wish in ("element", "row", "registers") and not chain:
+        raise refuse(
+            "place",
+            "P-CHAIN",
+            f"placement {wish} in {kernel.name}",
+            "the lanes hold the mixes of one site, and this kernel works on more than one",
+            "use --placement shared, or split the group",
+        )
     limit = register_limit(kernel.warps)
     if wish == "registers" and n > limit:
         raise refuse(
@@ -329,6 +338,13 @@ def _layout(plan: Plan, kernel: Kernel, stages: tuple[Stage, ...], log: list[Log
     if wish != "auto":
         log.append(Decision("place", "logits, comb", wish, "asked for"))
         return wish
+    if not chain:
+        log.append(
+            Decision(
+                "place", "logits, comb", "shared", "the lanes hold the mixes of one site, and here are more than one"
+            )
+        )
+        return "shared"
     if plan.options.sync == "block":
         log.append(
             Decision(
@@ -353,6 +369,24 @@ def _layout(plan: Plan, kernel: Kernel, stages: tuple[Stage, ...], log: list[Log
         )
     )
     return "row"
+
+
+def _one_chain(plan: Plan, stages: tuple[Stage, ...]) -> bool:
+    """Whether at most one set of mixes is worked on: one gates stage, one sinkhorn, and that of its logits."""
+    by_kind = {kind: [s for s in stages if s.kind == kind] for kind in ("gates", "sinkhorn")}
+    if any(len(found) > 1 for found in by_kind.values()):
+        return False
+    pairs = ((g, s) for g in by_kind["gates"] for s in by_kind["sinkhorn"])
+    return all(g.result("logits") == s.operand("logits") for g, s in pairs)
+
+
+def _fits_lanes(plan: Plan, kernel: Kernel, slot: str, tensor: str) -> bool:
+    """Whether lanes can hand a tensor on: logits to the sinkhorn, rescaled mixes to the gates alone."""
+    inside = [r for r in plan.program.readers.get(tensor, ()) if r in kernel.stages]
+    kinds = {plan.program.stage(r).kind for r in inside}
+    if slot == "logits":
+        return kinds == {"sinkhorn"}
+    return slot == "mixes_scaled" and kinds == {"gates"} and not plan.escapes(kernel, tensor)
 
 
 def _places(
@@ -382,13 +416,13 @@ def _places(
                             "a thread's run does not fit registers",
                         )
                     )
-            elif slot in ("logits", "mixes_scaled") and layout in ("element", "row", "registers"):
-                lane_ok = slot == "logits" or not plan.escapes(kernel, tensor)
-                places[tensor] = Place(tensor, "lane", layout) if lane_ok else Place(tensor, "shared")
+            elif layout in ("element", "row", "registers") and _fits_lanes(plan, kernel, slot, tensor):
+                places[tensor] = Place(tensor, "lane", layout)
             else:
                 places[tensor] = Place(tensor, "shared")
-        if stage.kind == "sinkhorn":
-            places[stage.result("comb")] = replace(places[stage.result("comb")], layout=layout)
+        if stage.kind in ("gates", "sinkhorn"):
+            matrix = stage.result("logits" if stage.kind == "gates" else "comb")
+            places[matrix] = replace(places[matrix], layout=layout)
         for tensor in stage.reads:
             places.setdefault(tensor, Place(tensor, "global"))
     return tuple(places[name] for name in sorted(places))

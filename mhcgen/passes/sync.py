@@ -6,8 +6,8 @@ reduce reads  s_logits         ->      __syncwarp();   // RAW s_logits: map -> r
                                        reduce
 ```
 Nothing where each thread reads only what it wrote; `__syncwarp()` where one warp holds every access; the named
-barrier of the data warps where the mix work has a warp of its own; `__syncthreads()` otherwise. Refusal code:
-S-WEAK.
+barrier of the data warps where the mix work has a warp of its own; `__syncthreads()` otherwise. It refuses
+nothing: an order can always be had.
 
 Deliberately not done here: moving steps to need fewer barriers; the order of steps is place's.
 """

@@ -11,8 +11,8 @@ LANE_LAYOUTS = ("element", "row", "registers")
 
 
 def identifier(name: str) -> str:
-    """A tensor or stage name as a C identifier."""
-    return name.replace(".", "_")
+    """A tensor or stage name as a C identifier; `3.attn.y` is `layer3_attn_y`."""
+    return ("layer" if name[:1].isdigit() else "") + name.replace(".", "_")
 
 
 class Context:
@@ -25,16 +25,10 @@ class Context:
         self.early: list[Node] = []
         self.body: list[Node] = []
         self.buffers: dict[str, Buffer] = {}
-        layouts = {p.layout for p in kernel.places if p.layout}
-        self.layout = next(iter(sorted(layouts)), "") or self._mix_layout()
+        #: layout of the mixes; empty where no stage of the kernel works on them
+        self.layout = next((p.layout for p in kernel.places if p.layout), "")
         self.n = plan.program.dim("n")
         self.hidden = plan.program.dim("H")
-
-    def _mix_layout(self) -> str:
-        """Layout of a kernel whose mix values all leave it (gates alone, for example)."""
-        if any(s.kind in ("gates", "head_gates", "sinkhorn") for s in self.plan.kernel_stages(self.kernel)):
-            return self.plan.options.placement if self.plan.options.placement != "auto" else "row"
-        return ""
 
     @property
     def columns(self) -> Columns:

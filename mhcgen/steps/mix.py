@@ -147,7 +147,7 @@ def gates(context: Context, stage: Stage) -> None:
             elements=elements,
         )
         context.step(stage, "lanes", "gates_lanes", "mix", writes, declares, elements=elements, **common)
-        if context.place(logits).space != "lane":
+        if context.small_targets(logits):
             _store_matrix(context, stage, "store", logits)
         return
     matrix = context.share(f"s_{identifier(logits)}", "float", context.n * context.n)

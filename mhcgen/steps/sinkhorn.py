@@ -62,7 +62,11 @@ def sinkhorn(context: Context, stage: Stage) -> None:
 
 
 def _matrix(context: Context, stage: Stage) -> str:
-    return context.share(f"s_{identifier(stage.operand('logits'))}", "float", context.n * context.n)
+    """Shared buffer the stage works in: that of its logits, its own where another stage reads those too."""
+    logits = stage.operand("logits")
+    inside = [r for r in context.program.readers[logits] if r in context.kernel.stages]
+    name = stage.name if len(inside) > 1 else logits
+    return context.share(f"s_{identifier(name)}", "float", context.n * context.n)
 
 
 def _counts_iterations(stage: Stage) -> bool:
@@ -142,16 +146,16 @@ def _fetch_logits(context: Context, stage: Stage) -> None:
 
 def _fetch_logits_shared(context: Context, stage: Stage) -> None:
     logits, matrix = stage.operand("logits"), _matrix(context, stage)
-    if context.plan.made_in(context.kernel, logits):
+    if matrix == context.shared(logits) and context.plan.made_in(context.kernel, logits):
         return
     context.step(
         stage,
         "fetch",
         "store_matrix_shared",
         "mix",
-        (Access(matrix, True),),
+        (*context.gate_accesses(logits), Access(matrix, True)),
         size=context.n * context.n,
-        source=context.row(logits),
+        source=context.gate_source(logits),
         targets=(matrix,),
     )
 
