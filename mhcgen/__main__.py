@@ -1,0 +1,5 @@
+"""`python -m mhcgen`: the command line."""
+
+from mhcgen.cli import main
+
+main()

@@ -1,0 +1,117 @@
+"""`list`, `doctor` and `cache`: what there is."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mhcgen.commands.options import Asked, takes_request
+from mhcgen.commands.output import say, table
+from mhcgen.errors import UsageError
+
+LISTS = ("models", "fusions", "kernels", "archs", "red")
+
+
+@takes_request
+def list_(
+    asked: Asked,
+    what: Annotated[
+        str | None, typer.Argument(metavar="[models|fusions|kernels|archs|red]", help="Default: all of them.")
+    ] = None,
+) -> None:
+    """List models, fusions, the kernels (arms) that `check` can test, archs, or the red arms it can plant."""
+    if what is not None and what not in LISTS:
+        raise UsageError(
+            "U-OPTION",
+            f"there is no list of {what!r}",
+            where="list",
+            hints=(f"choose one of {', '.join(LISTS)}",),
+        )
+    makers = {"models": _models, "fusions": _fusions, "kernels": _kernels, "archs": _archs, "red": _red}
+    if what is not None:
+        say(table(makers[what](asked)))
+        return
+    for name in LISTS:
+        say(f"{name}\n" + "".join(f"  {line}\n" for line in table(makers[name](asked)).splitlines()))
+
+
+def _models(_: Asked) -> list[tuple[str, ...]]:
+    from mhcgen.models import MODELS
+
+    return [
+        (
+            m.name, f"streams {m.streams}", f"hidden {m.hidden}", f"iters {m.iters}", f"rms_eps {m.rms_eps}",
+            f"hc_eps {m.hc_eps}", f"exit {m.exit}", m.source,
+        )
+        for m in MODELS.values()
+    ]
+
+
+def _fusions(_: Asked) -> list[tuple[str, ...]]:
+    from mhcgen.passes.fuse import PRESETS
+
+    return [*PRESETS.items(), ("a+b,c+d", "any groups of stages, by the names that `mhcgen explain` prints")]
+
+
+def _kernels(asked: Asked) -> list[tuple[str, ...]]:
+    from mhcgen.gate import arms
+
+    return [(arm.name, arm.what) for arm in arms(asked.program, asked.options)]
+
+
+def _archs(_: Asked) -> list[tuple[str, ...]]:
+    from mhcgen.backends.archs import KNOWN, known_names, parse_arch
+
+    rows: list[tuple[str, ...]] = []
+    for number in KNOWN:
+        names = [name for name in known_names() if parse_arch(name).number == number]
+        facts = parse_arch(names[0]).facts
+        shared = f"{facts.shared_per_block // 1024} KiB shared a block"
+        threads = f"{facts.threads_per_sm} threads an SM"
+        rows.append((names[0], shared, threads, f"fp64 1/{facts.fp64_divisor}", " ".join(names[1:])))
+    return rows
+
+
+def _red(_: Asked) -> list[tuple[str, ...]]:
+    from mhcgen.gate import RED
+
+    return [(name, red.what) for name, red in RED.items()]
+
+
+def doctor() -> None:
+    """Say what is installed, what works, and what is missing with the command that adds it.
+
+    Exit code 4 if something is there but broken.
+    """
+    from mhcgen.doctor import diagnose
+
+    checks = diagnose()
+    rows: list[tuple[str, ...]] = []
+    for check in checks:
+        rows.append((check.state, check.name, check.detail))
+        if check.fix:
+            rows.append(("", "", f"-> {check.fix}"))
+    say(table(rows))
+    if any(check.state == "broken" for check in checks):
+        raise typer.Exit(4)
+
+
+def cache(
+    clear: Annotated[bool, typer.Option("--clear", help="Remove every entry.")] = False,
+) -> None:
+    """Show the compile cache: where it is, how many entries, how large; or empty it."""
+    from mhcgen import cache as store
+
+    root = store.cache_root()
+    if clear:
+        count = store.clear()
+        say(f"{root}: {count} {_entries(count)} removed")
+        return
+    found = list(store.entries())
+    size = sum(entry.size for entry in found)
+    say(f"{root}: {len(found)} {_entries(len(found))}, {size / 2**20:.1f} MiB")
+
+
+def _entries(count: int) -> str:
+    return "entry" if count == 1 else "entries"
