@@ -6,18 +6,21 @@ import math
 from dataclasses import dataclass, fields, replace
 
 from mhcgen.arithmetic import Arithmetic
+from mhcgen.chain import Builder, between, branch, head_chain, post, pre_chain, tail_results
 from mhcgen.errors import UsageError
-from mhcgen.ir import AttrValue, Program, Stage, Tensor, make_stage
+from mhcgen.ir import Program
 from mhcgen.models import Model
 from mhcgen.models import model as find_model
-from mhcgen.stages import KINDS
 
-SCOPES = ("pre", "site", "boundary", "trunk")
+#: What a Program holds: one site's half or whole, two sites' border, a trunk, or one part of the module around them.
+SCOPES = ("pre", "site", "boundary", "trunk", "expand", "post", "mean", "head")
+EXITS = ("mean", "head")
 STREAM_DTYPES = ("fp32", "bf16", "fp16")
 QUANTS = ("none", "q8", "fp8")
 MAX_STREAMS = 16
 MAX_HIDDEN = 1 << 20
 MAX_ITERS = 1000
+MAX_LAYERS = 1024
 
 
 @dataclass(frozen=True)
@@ -36,13 +39,15 @@ class Config:
         functions: function set, `ieee` or `fast`.
         sumsq: accumulator of the sum of squares, `fp64` or `fp32`.
         projection: `external` (mixes given) or `fma`.
-        scope: `pre`, `site`, `boundary` or `trunk`.
+        scope: one of `SCOPES`; `pre` with the projection `external` is the pre chain with its mixes given.
         norm: whether RMSNorm of y is part of the Program.
         quant: `none`, `q8` (int8, groups of 32) or `fp8` (e4m3, groups of 128).
         quant_pow2: round the scale of a group up to a power of two.
         early_stop: stop the Sinkhorn once an iteration changes no bit; never changes a bit.
         iterations_out: also return the number of iterations run, `iterations [T]`.
         extra: opaque readers between post and the next pre: `engram`, `tap`.
+        layers: layers of a trunk, two sites each, 1 to 1024; no other scope reads it.
+        exit: how a trunk ends, `mean` or `head` (gated head); no other scope reads it.
     """
 
     model: str = "deepseek-v4"
@@ -63,10 +68,14 @@ class Config:
     early_stop: bool = False
     iterations_out: bool = False
     extra: tuple[str, ...] = ()
+    layers: int = 1
+    exit: str = "head"
 
 
 def configure(model: str = "deepseek-v4", **given: object) -> Config:
     """A checked Config: the model's constants, overridden by what is given (None means default).
+
+    A trunk projects its own mixes, so there the default projection is `fma`.
 
     Raises:
         UsageError: `U-*`, naming the field, the value and the legal range.
@@ -79,7 +88,10 @@ def configure(model: str = "deepseek-v4", **given: object) -> Config:
         "rms_eps": spec.rms_eps,
         "hc_eps": spec.hc_eps,
         "norm_eps": spec.norm_eps,
+        "exit": spec.exit,
     }
+    if given.get("scope") == "trunk":
+        defaults["projection"] = "fma"
     chosen = {key: value for key, value in given.items() if value is not None}
     unknown = sorted(set(chosen) - set(Config.__dataclass_fields__))
     if unknown:
@@ -99,10 +111,12 @@ def check_config(config: Config, spec: Model) -> Config:
     _integer("streams", config.streams, 1, MAX_STREAMS)
     _integer("hidden", config.hidden, 1, MAX_HIDDEN)
     _integer("iters", config.iters, 1, MAX_ITERS)
+    _integer("layers", config.layers, 1, MAX_LAYERS)
     for field in ("rms_eps", "hc_eps", "norm_eps"):
         _eps(field, getattr(config, field), spec)
     _member("dtype", config.dtype, STREAM_DTYPES)
     _member("scope", config.scope, SCOPES)
+    _member("exit", config.exit, EXITS)
     _member("quant", config.quant, QUANTS)
     for item in config.extra:
         _member("extra", item, ("engram", "tap"))
@@ -137,6 +151,8 @@ _FLAGS = {
     "quant": "--quant",
     "quant_pow2": "--quant-pow2",
     "extra": "--with",
+    "layers": "--layers",
+    "exit": "--exit",
 }
 
 
@@ -202,148 +218,49 @@ def _member(field: str, value: object, allowed: tuple[str, ...]) -> None:
         )
 
 
-class _Builder:
-    """Collects stages and tensors; tensors take shape from the kind's signature."""
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        self.tensors: dict[str, Tensor] = {}
-        self.stages: list[Stage] = []
-
-    def add(
-        self,
-        name: str,
-        kind: str,
-        operands: dict[str, str],
-        results: dict[str, str],
-        attrs: dict[str, AttrValue] | None = None,
-    ) -> None:
-        signature = KINDS[kind]
-        shapes = {slot.rstrip("?"): shape for slot, shape in (*signature.operands, *signature.results)}
-        for slot, tensor in (*operands.items(), *results.items()):
-            self.tensors.setdefault(tensor, Tensor(tensor, shapes[slot], self._dtype(slot), "value"))
-        self.stages.append(make_stage(name, kind, operands, results, attrs))
-
-    def _dtype(self, slot: str) -> str:
-        if slot in ("x", "x_next", "x_out", "e", "f", "y", "z", "aux"):
-            return self.config.dtype
-        if slot == "q":
-            return "int8" if self.config.quant == "q8" else "fp8_e4m3"
-        return "int32" if slot == "iterations" else "fp32"
-
-    def finish(self, parameters: set[str], results: tuple[str, ...]) -> Program:
-        written = {tensor for stage in self.stages for tensor in stage.writes}
-        tensors = []
-        for tensor in self.tensors.values():
-            if tensor.name in results:
-                role = "result"
-            elif tensor.name in written:
-                role = "value"
-            else:
-                role = "parameter" if tensor.name in parameters else "input"
-            tensors.append(replace(tensor, role=role))
-        config = self.config
-        n, h = config.streams, config.hidden
-        group = 32 if config.quant == "q8" else 128
-        dims = {"n": n, "H": h, "K": n * h, "R": (2 + n) * n, "L": n * n, "G": -(-h // group)}
-        return Program(
-            model=config.model,
-            dims=tuple(sorted(dims.items())),
-            arithmetic=Arithmetic(config.functions, config.sumsq, config.projection),
-            tensors=tuple(tensors),
-            stages=tuple(self.stages),
-            scope=config.scope,
-            origin=origin(config),
-        )
-
-
-def _pre_chain(b: _Builder, suffix: str = "", x: str = "x") -> None:
-    """projection (unless external), rowsq, gates, sinkhorn, collapse, and norm and quant if asked for."""
-    c = b.config
-    spec = find_model(c.model)
-    if c.projection != "external":
-        b.add("project", "project", {"x": x, "fn": "fn"}, {"mixes": "mixes"}, {"method": c.projection})
-    b.add(
-        "rowsq",
-        "rowsq",
-        {"x": x, "mixes": "mixes"},
-        {"mixes_scaled": "mixes_scaled"},
-        {"acc": c.sumsq, "eps": c.rms_eps},
-    )
-    b.add(
-        "gates",
-        "gates",
-        {"mixes_scaled": "mixes_scaled", "scale": "scale", "base": "base"},
-        {"pre": f"pre{suffix}", "post": f"post{suffix}", "logits": "logits"},
-        {"post_mult": spec.post_mult, "pre_eps": c.hc_eps},
-    )
-    results = {"comb": f"comb{suffix}"}
-    if c.iterations_out:
-        results["iterations"] = "iterations"
-    b.add(
-        "sinkhorn",
-        "sinkhorn",
-        {"logits": "logits"},
-        results,
-        {"comb": spec.comb, "early_stop": c.early_stop, "eps": c.hc_eps, "iters": c.iters},
-    )
-    b.add("collapse", "collapse", {"x": x, "pre": f"pre{suffix}"}, {"y": "y"})
-    if c.norm:
-        operands = {"y": "y", "weight": "norm_weight"} if spec.norm_weight else {"y": "y"}
-        b.add("norm", "norm", operands, {"z": "z"}, {"acc": "fp32", "eps": c.norm_eps})
-    if c.quant != "none":
-        b.add(
-            "quant",
-            "quant",
-            {"z": "z"},
-            {"q": "q", "q_scale": "q_scale"},
-            {"group": 32 if c.quant == "q8" else 128, "pow2": c.quant_pow2, "scheme": c.quant},
-        )
-
-
-_PARAMETERS = {"fn", "scale", "base", "norm_weight"}
-
-
 def build_config(config: Config) -> Program:
     """The unfused Program of a checked Config.
 
     Raises:
-        UsageError: `U-SCOPE` where the scope is not available for the model.
+        UsageError: `U-PROJECTION`, mixes of a trunk cannot be given.
     """
     from mhcgen.verify import verify
 
-    b = _Builder(config)
-    tail = ("z",) * config.norm + ("q", "q_scale") * (config.quant != "none")
-    tail += ("iterations",) * config.iterations_out
-    if config.scope == "pre":
-        _pre_chain(b)
-        results: tuple[str, ...] = ("pre", "post", "comb", "y", *tail)
-    elif config.scope == "site":
-        _pre_chain(b)
-        b.add("branch", "branch", {"z": "z" if config.norm else "y"}, {"f": "f"})
-        b.add("post", "post", {"x": "x", "f": "f", "post": "post", "comb": "comb"}, {"x_next": "x_next"})
-        results = ("pre", "post", "comb", "y", *tail, "x_next")
-    elif config.scope == "boundary":
-        b.add("post", "post", {"x": "x", "f": "f", "post": "post", "comb": "comb"}, {"x_next": "x_next"})
-        source, results = "x_next", ("x_next",)
-        if "engram" in config.extra:
-            b.add("engram", "engram", {"x": "x_next"}, {"x_out": "x_engram"})
-            source, results = "x_engram", ("x_engram",)
-        if "tap" in config.extra:
-            b.add("tap", "tap", {"x": source}, {"aux": "aux"})
-            results = (*results, "aux")
-        _pre_chain(b, suffix="_next", x=source)
-        results = (*results, "pre_next", "post_next", "comb_next", "y", *tail)
+    if config.scope == "trunk":
+        from mhcgen.trunk import build_trunk
+
+        program = build_trunk(config)
     else:
-        raise UsageError(
-            "U-SCOPE",
-            f"scope {config.scope} is built by mhcgen.trunk, not from one configuration",
-            where="--scope",
-            hints=("use scope pre, site or boundary here",),
-        )
-    program = b.finish(_PARAMETERS, results)
+        b = Builder(config)
+        program = b.finish(_add_scope(b, config), origin(config))
     verify(program)
     return program
+
+
+def _add_scope(b: Builder, config: Config) -> tuple[str, ...]:
+    """Add the stages of a scope other than trunk; returns the names of its results."""
+    if config.scope == "expand":
+        b.add("expand", "expand", {"e": "e"}, {"x": "x"})
+        return ("x",)
+    if config.scope == "mean":
+        b.add("mean", "mean", {"x": "x"}, {"y": "y"})
+        return ("y",)
+    if config.scope == "head":
+        head_chain(b)
+        return ("pre", "y")
+    if config.scope == "post":
+        return (post(b),)
+    tail = tail_results(config)
+    if config.scope == "boundary":
+        x_next = post(b)
+        x, results = between(b, x_next)
+        pre_chain(b, x, suffix="_next")
+        return (x, *results, "pre_next", "post_next", "comb_next", "y", *tail)
+    pre_chain(b)
+    if config.scope == "pre":
+        return ("pre", "post", "comb", "y", *tail)
+    branch(b)
+    return ("pre", "post", "comb", "y", *tail, post(b))
 
 
 def build(model: str = "deepseek-v4", **options: object) -> Program:

@@ -10,10 +10,14 @@ from dataclasses import dataclass
 
 from mhcgen.ir import Dim
 
-#: Shapes of slots; T, n, H, R, L, G are the symbols of `mhcgen.ir`.
+#: Shapes of slots; T, n, H, R, L, G are the symbols of `mhcgen.ir`, M is one of `LOCAL`.
 STREAMS: tuple[Dim, ...] = ("T", "n", "H")
 COLUMNS: tuple[Dim, ...] = ("T", "H")
 MIXES: tuple[Dim, ...] = ("T", "R")
+#: What a projection gives: R mixes at a site, n at a gated head.
+PROJECTED: tuple[Dim, ...] = ("T", "M")
+#: Symbols that a signature leaves open: one stage takes one of these for all of its slots.
+LOCAL: dict[Dim, tuple[Dim, ...]] = {"M": ("R", "n")}
 GATE: tuple[Dim, ...] = ("T", "n")
 MATRIX: tuple[Dim, ...] = ("T", "n", "n")
 
@@ -53,16 +57,16 @@ KINDS: dict[str, StageKind] = {
         StageKind(
             "project",
             "column",
-            (("x", STREAMS), ("fn", ("R", "K"))),
-            (("mixes", MIXES),),
+            (("x", STREAMS), ("fn", ("M", "K"))),
+            (("mixes", PROJECTED),),
             ("method",),
             "mixes[t,r] = sum_{c,h} fn[r, c*H+h] x[t,c,h]",
         ),
         StageKind(
             "rowsq",
             "column",
-            (("x", STREAMS), ("mixes", MIXES)),
-            (("mixes_scaled", MIXES),),
+            (("x", STREAMS), ("mixes", PROJECTED)),
+            (("mixes_scaled", PROJECTED),),
             ("acc", "eps"),
             "mixes_scaled[t,:] = mixes[t,:] / sqrt(mean(x[t]^2) + eps)",
         ),

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from mhcgen.errors import ProgramError
-from mhcgen.ir import DTYPES, ROLES, Program
-from mhcgen.stages import KINDS
+from mhcgen.ir import DTYPES, ROLES, Dim, Program
+from mhcgen.stages import KINDS, LOCAL
 
 Rule = Callable[[Program], Iterator[str]]
 
@@ -80,17 +80,25 @@ def every_value_is_used(program: Program) -> Iterator[str]:
 
 
 def shapes_agree_with_the_kinds(program: Program) -> Iterator[str]:
-    """Each slot's tensor has the shape of the kind's signature, symbol by symbol or by size."""
+    """Each slot's tensor has the shape of the kind's signature, symbol by symbol or by size.
+
+    What the signature leaves open (`mhcgen.stages.LOCAL`) is settled by the first slot that has it.
+    """
     by_name = {tensor.name: tensor for tensor in program.tensors}
     for stage in program.stages:
         kind = KINDS.get(stage.kind)
         if kind is None:
             continue
         shapes = {slot.rstrip("?"): shape for slot, shape in (*kind.operands, *kind.results)}
+        settled: dict[Dim, Dim] = {}
         for slot, name in (*stage.operands, *stage.results):
             tensor, want = by_name.get(name), shapes.get(slot)
             if tensor is None or want is None:
                 continue
+            for symbol, dim in zip(want, tensor.shape, strict=False):
+                if symbol in LOCAL:
+                    settled.setdefault(symbol, _settle(program, symbol, dim))
+            want = tuple(settled.get(symbol, symbol) for symbol in want)
             have_sizes = tuple("T" if d == "T" else _size(program, d) for d in tensor.shape)
             want_sizes = tuple("T" if d == "T" else _size(program, d) for d in want)
             if have_sizes != want_sizes:
@@ -98,6 +106,13 @@ def shapes_agree_with_the_kinds(program: Program) -> Iterator[str]:
                     f"stage {stage.name}: {slot} is {name} of shape {have_sizes}, "
                     f"and kind {stage.kind} wants {want_sizes}"
                 )
+
+
+def _settle(program: Program, symbol: Dim, have: Dim) -> Dim:
+    """The choice of an open symbol whose size is that of `have`; the first choice where none is."""
+    choices = LOCAL[symbol]
+    sizes = [_size(program, choice) for choice in choices]
+    return choices[sizes.index(size)] if (size := _size(program, have)) in sizes else choices[0]
 
 
 def _size(program: Program, dim: int | str) -> int | str:

@@ -113,36 +113,54 @@ def requested_groups(program: Program, wish: str) -> list[tuple[str, ...]]:
     return [tuple(sorted(group, key=order.__getitem__)) for group in groups]
 
 
-def _preset_groups(program: Program, preset: str) -> list[tuple[str, ...]]:
-    def kinds(*wanted: str, required: tuple[str, ...] = ()) -> tuple[str, ...]:
-        have = tuple(stage.name for stage in program.stages if stage.kind in wanted)
-        for kind in required:
-            if not program.stages_of_kind(kind):
-                raise refuse(
-                    "fuse",
-                    "F-PRESET",
-                    f"preset {preset}",
-                    f"the Program has no stage of kind {kind}",
-                    f"build it with that stage, or choose among {', '.join(stage.name for stage in program.stages)}",
-                )
-        return have
+#: Stages of a chain; a gated head has gates of its own kind and no sinkhorn.
+_CHAIN = ("project", "rowsq", "gates", "head_gates", "sinkhorn", "collapse")
+_TAIL = ("norm", "quant")
+#: preset -> kinds of a site's group, and kinds without which the preset means nothing.
+_PRESET_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "seed": (("gates", "sinkhorn"), ("gates", "sinkhorn")),
+    "pre": (_CHAIN, PRE_CHAIN),
+    "pre-norm": ((*_CHAIN, "norm"), (*PRE_CHAIN, "norm")),
+    "pre-norm-quant": ((*_CHAIN, *_TAIL), (*PRE_CHAIN, *_TAIL)),
+    "boundary": (("post", *_CHAIN, *_TAIL, "mean"), ("post", *PRE_CHAIN)),
+    "delayed": (("post", "collapse", *_TAIL), ("post", "collapse")),
+    "site": ((*_CHAIN, *_TAIL, "post"), (*PRE_CHAIN, "post")),
+}
+#: Presets that put the post of a site into the group of the site after it.
+_CROSSING = ("boundary", "delayed")
 
-    chain = ("project", *PRE_CHAIN)
+
+def site_of(name: str) -> str:
+    """The site of a stage: `3.attn` of `3.attn.rowsq`, empty for a bare name."""
+    return name.rpartition(".")[0]
+
+
+def _preset_groups(program: Program, preset: str) -> list[tuple[str, ...]]:
+    """One group a site; in a Program without site names all stages are one site."""
     if preset == "none":
         return []
-    if preset == "seed":
-        return [kinds("gates", "sinkhorn", required=("gates", "sinkhorn"))]
-    if preset == "pre":
-        return [kinds(*chain, required=PRE_CHAIN)]
-    if preset == "pre-norm":
-        return [kinds(*chain, "norm", required=(*PRE_CHAIN, "norm"))]
-    if preset == "pre-norm-quant":
-        return [kinds(*chain, "norm", "quant", required=(*PRE_CHAIN, "norm", "quant"))]
-    if preset == "boundary":
-        return [kinds("post", *chain, "norm", "quant", required=("post", *PRE_CHAIN))]
-    if preset == "delayed":
-        return [kinds("post", "collapse", "norm", "quant", required=("post", "collapse"))]
-    return [kinds(*chain, "norm", "quant", "post", required=(*PRE_CHAIN, "post"))]
+    wanted, required = _PRESET_KINDS[preset]
+    kinds = {stage.kind for stage in program.stages}
+    if "head_gates" in kinds and "gates" not in kinds:
+        required = tuple(kind for kind in required if kind not in ("gates", "sinkhorn"))
+    for kind in required:
+        if kind not in kinds:
+            raise refuse(
+                "fuse",
+                "F-PRESET",
+                f"preset {preset}",
+                f"the Program has no stage of kind {kind}",
+                f"build it with that stage, or choose among {', '.join(stage.name for stage in program.stages)}",
+            )
+    groups: dict[str, tuple[str, ...]] = {}
+    for index, stage in enumerate(program.stages):
+        if stage.kind in wanted:
+            site = site_of(stage.name)
+            if site and stage.kind == "post" and preset in _CROSSING:
+                after = (site_of(s.name) for s in program.stages[index:] if s.kind in ("rowsq", "mean"))
+                site = next(after, site)
+            groups[site] = (*groups.get(site, ()), stage.name)
+    return list(groups.values())
 
 
 def check_group(program: Program, group: tuple[str, ...]) -> None:
@@ -250,4 +268,9 @@ def _circle(
 
 
 def _kernel_name(group: tuple[str, ...]) -> str:
-    return "mhc_" + "_".join(name.replace(".", "_") for name in group)
+    """`mhc_rowsq_gates`; a site is named where it changes: `mhc_0_attn_post_0_ffn_rowsq_gates`."""
+    words, site = ["mhc"], ""
+    for name in group:
+        words.append(name[len(site) + 1 :] if site and site_of(name) == site else name)
+        site = site_of(name)
+    return "_".join(words).replace(".", "_")

@@ -55,7 +55,7 @@ def _stream_declares(context: Context, tensor: str) -> tuple[Declare, ...]:
 def project(context: Context, stage: Stage) -> None:
     """mixes[t,r] = fn[r] . x[t]: columns add their streams in order, then the column tree."""
     x, mixes = stage.operand("x"), stage.result("mixes")
-    rows = context.program.dim("R") if context.program.tensor(mixes).shape[-1] == "R" else context.n
+    rows = context.elements(mixes)
     part = context.share(f"s_{identifier(mixes)}_part", "float", rows * context.kernel.data_warps)
     source, reads, declares = context.streams(x)
     fields = context.column_fields()

@@ -1,0 +1,212 @@
+"""Stages in the order hyper-connections run them: the pieces that `mhcgen.build` and `mhcgen.trunk` put together.
+
+```
+x ── project ── rowsq ── gates ──┬── sinkhorn ── comb        pre_chain, at a site
+                                 └── collapse ── y ── norm ── quant
+x ── project ── rowsq ── gates ───── collapse ── y           head_chain, at the exit
+```
+Inside a trunk every stage and tensor of a site carries the site's name, `3.attn.rowsq`; elsewhere names are bare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from mhcgen.arithmetic import Arithmetic
+from mhcgen.ir import AttrValue, Dim, Program, Stage, Tensor, make_stage
+from mhcgen.models import model as find_model
+from mhcgen.stages import KINDS
+
+if TYPE_CHECKING:
+    from mhcgen.build import Config
+
+#: Last parts of the names of tensors that hold weights.
+PARAMETERS = ("fn", "scale", "base", "norm_weight")
+
+
+def at(site: str, name: str) -> str:
+    """Name of a site's stage or tensor; bare where there is no site."""
+    return f"{site}.{name}" if site else name
+
+
+class Builder:
+    """Collects stages and tensors; tensors take shape from the kind's signature.
+
+    Args:
+        config: the configuration behind dtypes, dims and arithmetic.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.tensors: dict[str, Tensor] = {}
+        self.stages: list[Stage] = []
+
+    def add(
+        self,
+        name: str,
+        kind: str,
+        operands: dict[str, str],
+        results: dict[str, str],
+        attrs: dict[str, AttrValue] | None = None,
+        *,
+        rows: Dim = "R",
+    ) -> None:
+        """Append a stage; `rows` is what its projection gives a token, R at a site and n at a head."""
+        signature = KINDS[kind]
+        shapes = {
+            slot.rstrip("?"): tuple(rows if dim == "M" else dim for dim in shape)
+            for slot, shape in (*signature.operands, *signature.results)
+        }
+        for slot, tensor in (*operands.items(), *results.items()):
+            self.tensors.setdefault(tensor, Tensor(tensor, shapes[slot], self._dtype(slot), "value"))
+        self.stages.append(make_stage(name, kind, operands, results, attrs))
+
+    def _dtype(self, slot: str) -> str:
+        if slot in ("x", "x_next", "x_out", "e", "f", "y", "z", "aux"):
+            return self.config.dtype
+        if slot == "q":
+            return "int8" if self.config.quant == "q8" else "fp8_e4m3"
+        return "int32" if slot == "iterations" else "fp32"
+
+    def finish(self, results: Iterable[str], origin: str = "") -> Program:
+        """The Program: named results, weights by their names, everything else by who writes it."""
+        wanted = set(results)
+        written = {tensor for stage in self.stages for tensor in stage.writes}
+        tensors = []
+        for tensor in self.tensors.values():
+            if tensor.name in wanted:
+                role = "result"
+            elif tensor.name in written:
+                role = "value"
+            else:
+                role = "parameter" if tensor.name.rpartition(".")[2] in PARAMETERS else "input"
+            tensors.append(replace(tensor, role=role))
+        config = self.config
+        n, h = config.streams, config.hidden
+        group = 32 if config.quant == "q8" else 128
+        dims = {"n": n, "H": h, "K": n * h, "R": (2 + n) * n, "L": n * n, "G": -(-h // group)}
+        return Program(
+            model=config.model,
+            dims=tuple(sorted(dims.items())),
+            arithmetic=Arithmetic(config.functions, config.sumsq, config.projection),
+            tensors=tuple(tensors),
+            stages=tuple(self.stages),
+            scope=config.scope,
+            origin=origin,
+        )
+
+
+def _mixes(b: Builder, x: str, site: str, rows: Dim) -> None:
+    """projection (unless external) and rowsq."""
+    c = b.config
+    if c.projection != "external":
+        operands = {"x": x, "fn": at(site, "fn")}
+        b.add(
+            at(site, "project"),
+            "project",
+            operands,
+            {"mixes": at(site, "mixes")},
+            {"method": c.projection},
+            rows=rows,
+        )
+    b.add(
+        at(site, "rowsq"),
+        "rowsq",
+        {"x": x, "mixes": at(site, "mixes")},
+        {"mixes_scaled": at(site, "mixes_scaled")},
+        {"acc": c.sumsq, "eps": c.rms_eps},
+        rows=rows,
+    )
+
+
+def pre_chain(b: Builder, x: str = "x", *, site: str = "", suffix: str = "") -> None:
+    """projection (unless external), rowsq, gates, sinkhorn, collapse, and norm and quant if asked for.
+
+    Args:
+        b: collects them.
+        x: name of the streams it reads.
+        site: the site it belongs to; empty outside a trunk.
+        suffix: of pre, post and comb, where those names are taken (`_next` in a boundary).
+    """
+    c = b.config
+    spec = find_model(c.model)
+    pre, post, comb = (at(site, name + suffix) for name in ("pre", "post", "comb"))
+    logits, y, z = (at(site, name) for name in ("logits", "y", "z"))
+    _mixes(b, x, site, "R")
+    b.add(
+        at(site, "gates"),
+        "gates",
+        {"mixes_scaled": at(site, "mixes_scaled"), "scale": at(site, "scale"), "base": at(site, "base")},
+        {"pre": pre, "post": post, "logits": logits},
+        {"post_mult": spec.post_mult, "pre_eps": c.hc_eps},
+    )
+    made = {"comb": comb}
+    if c.iterations_out:
+        made["iterations"] = at(site, "iterations")
+    b.add(
+        at(site, "sinkhorn"),
+        "sinkhorn",
+        {"logits": logits},
+        made,
+        {"comb": spec.comb, "early_stop": c.early_stop, "eps": c.hc_eps, "iters": c.iters},
+    )
+    b.add(at(site, "collapse"), "collapse", {"x": x, "pre": pre}, {"y": y})
+    if c.norm:
+        operands = {"y": y}
+        if spec.norm_weight:
+            operands["weight"] = at(site, "norm_weight")
+        b.add(at(site, "norm"), "norm", operands, {"z": z}, {"acc": "fp32", "eps": c.norm_eps})
+    if c.quant != "none":
+        b.add(
+            at(site, "quant"),
+            "quant",
+            {"z": z},
+            {"q": at(site, "q"), "q_scale": at(site, "q_scale")},
+            {"group": 32 if c.quant == "q8" else 128, "pow2": c.quant_pow2, "scheme": c.quant},
+        )
+
+
+def tail_results(config: Config, site: str = "") -> tuple[str, ...]:
+    """What a pre chain returns beside pre, post, comb and y."""
+    names = ("z",) * config.norm + ("q", "q_scale") * (config.quant != "none")
+    return tuple(at(site, name) for name in (*names, *("iterations",) * config.iterations_out))
+
+
+def branch(b: Builder, site: str = "") -> None:
+    """The opaque sub-layer: it reads z where there is a norm, y elsewhere, and gives f."""
+    source = at(site, "z" if b.config.norm else "y")
+    b.add(at(site, "branch"), "branch", {"z": source}, {"f": at(site, "f")})
+
+
+def post(b: Builder, x: str = "x", *, site: str = "") -> str:
+    """post of a site, whose residual is the streams x the site read; returns the name of the new streams."""
+    operands = {"x": x, "f": at(site, "f"), "post": at(site, "post"), "comb": at(site, "comb")}
+    x_next = at(site, "x_next")
+    b.add(at(site, "post"), "post", operands, {"x_next": x_next})
+    return x_next
+
+
+def between(b: Builder, x: str, *, site: str = "") -> tuple[str, tuple[str, ...]]:
+    """Opaque readers between a post and the next pre; returns the streams that leave and the results."""
+    leaving, results = x, tuple[str, ...]()
+    if "engram" in b.config.extra:
+        leaving = at(site, "x_engram")
+        b.add(at(site, "engram"), "engram", {"x": x}, {"x_out": leaving})
+    if "tap" in b.config.extra:
+        b.add(at(site, "tap"), "tap", {"x": leaving}, {"aux": at(site, "aux")})
+        results = (at(site, "aux"),)
+    return leaving, results
+
+
+def head_chain(b: Builder, x: str = "x", *, site: str = "", y: str = "y") -> None:
+    """The gated head: its own projection of n rows, rowsq, gates and collapse (DeepSeek-V4's exit).
+
+    pre = sigmoid(mixes rsqrt(mean x^2 + rms_eps) scale + base) + hc_eps, with one scale and n bases; no post and
+    no comb.
+    """
+    _mixes(b, x, site, "n")
+    operands = {"mixes_scaled": at(site, "mixes_scaled"), "scale": at(site, "scale"), "base": at(site, "base")}
+    b.add(at(site, "gates"), "head_gates", operands, {"pre": at(site, "pre")}, {"pre_eps": b.config.hc_eps})
+    b.add(at(site, "collapse"), "collapse", {"x": x, "pre": at(site, "pre")}, {"y": y})
