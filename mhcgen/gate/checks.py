@@ -1,0 +1,300 @@
+"""The checks of the gate: each a function of outcomes that returns one Verdict, each able to fail.
+
+A check that had nothing to look at says so in its counts; it is never counted as a comparison that held.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mhcgen import bounds, reference
+from mhcgen.gate.execute import Array, Arrays, Loaded, Outcome, as_bytes
+from mhcgen.gate.jobs import Job
+from mhcgen.inputs import numpy_dtype
+from mhcgen.ir import Program
+from mhcgen.passes.fuse import OPAQUE_KINDS
+from mhcgen.plan import Plan
+
+#: Check -> what it proves; in the order of reports.
+CHECKS: dict[str, str] = {
+    "reference": "the unfused emission is within its derived bound of the float64 reference",
+    "bits": "an arm gives the bits of the unfused emission, every result and every element",
+    "poison": "every element of every result is written, and none depends on what was there before",
+    "ran": "the kernels of this arm's own text ran, once each and every block of them",
+    "inputs_unchanged": "inputs have the same bytes after the call",
+    "findings": "the executor saw no broken barrier, mask or shuffle, no deadlock, no access out of bounds",
+    "discriminates": "the inputs could show the faults they are there for",
+    "orders": "ascending, descending, random and warp-greedy thread orders give the same bits",
+    "race": "race mode saw no data race and no read of unwritten memory",
+    "slab_once": "streams that live in registers are loaded from global memory exactly once",
+    "weakened": "with its barriers weakened to those the sync pass chooses, the arm is clean and bit-equal",
+}
+
+#: Findings of race mode; all others belong to the check `findings`.
+RACES = ("race", "uninit")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one check found for one arm.
+
+    Args:
+        check: a key of `CHECKS`.
+        ok: nothing is wrong.
+        counts: what was counted, in a fixed order: wrong things first, then how much was looked at.
+        detail: the first thing that is wrong; empty if nothing is.
+    """
+
+    check: str
+    ok: bool
+    counts: tuple[tuple[str, int | float], ...]
+    detail: str = ""
+
+
+Outcomes = Sequence[tuple[Job, Outcome]]
+
+
+# ---- values -----------------------------------------------------------------------------------------
+def differing(a: Array, b: Array) -> int:
+    """Elements whose bits differ; two NaNs are equal whatever their bits (x86 and GPU make others)."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return max(a.size, b.size, 1)
+    size = a.dtype.itemsize
+    other = np.any(as_bytes(a).reshape(-1, size) != as_bytes(b).reshape(-1, size), axis=1)
+    if a.dtype.kind not in "iu":
+        other &= ~(np.isnan(a).reshape(-1) & np.isnan(b).reshape(-1))
+    return int(np.count_nonzero(other))
+
+
+def bits(outcomes: Outcomes, baseline: Outcomes, check: str = "bits") -> Verdict:
+    """Differing elements per result, over all jobs."""
+    wrong: dict[str, int] = {}
+    seen = 0
+    detail = ""
+    for (job, ours), (_, theirs) in zip(outcomes, baseline, strict=True):
+        for name, want in theirs.results.items():
+            count = differing(ours.results[name], want)
+            wrong[name] = wrong.get(name, 0) + count
+            seen += want.size
+            if count and not detail:
+                detail = f"{name}: {count} of {want.size} elements differ on {job}"
+    return Verdict(check, not detail, (*wrong.items(), ("elements", seen)), detail)
+
+
+def widened(program: Program, name: str, array: Array) -> Array:
+    """fp8 as numbers instead of bytes; anything else as it is."""
+    if program.tensor(name).dtype == "fp8_e4m3" and array.dtype == np.uint8:
+        return array.view(numpy_dtype("fp8_e4m3"))
+    return array
+
+
+def reference_values(program: Program, job: Job, outcome: Outcome) -> Arrays:
+    """The float64 values of a job; opaque stages give what they gave the emission."""
+    made = {**outcome.values, **outcome.results}
+    same = {
+        stage.name: (lambda value: lambda *_: value)(made[stage.writes[0]])
+        for stage in program.stages_of_kind(*OPAQUE_KINDS)
+    }
+    return reference.run(program, job.inputs, same, all_values=True, round_values=rounded(program))
+
+
+def rounded(program: Program) -> bool:
+    """Whether the reference rounds 16-bit tensors where they are produced, as emissions do."""
+    return any(tensor.dtype in ("bf16", "fp16") for tensor in program.tensors)
+
+
+def against_reference(program: Program, outcomes: Outcomes, values: Sequence[Mapping[str, Array]]) -> Verdict:
+    """Elements outside their bound; per result the worst error in units of its limit."""
+    ratios: dict[str, float] = {}
+    failed = seen = 0
+    detail = ""
+    for (job, outcome), reference_of_job in zip(outcomes, values, strict=True):
+        got = {name: widened(program, name, array) for name, array in outcome.results.items()}
+        found = bounds.compare_all(program, got, reference_of_job, job.inputs, rounded=rounded(program))
+        for comparison in found:
+            ratio = comparison.error / comparison.limit if comparison.limit else float(comparison.error > 0)
+            ratios[comparison.name] = max(ratios.get(comparison.name, 0.0), ratio)
+            seen += got[comparison.name].size
+            if not comparison.ok:
+                failed += 1
+                detail = detail or (
+                    f"{comparison.name}{list(comparison.worst_index)}: error {comparison.error:.3g}, "
+                    f"limit {comparison.limit:.3g} on {job} ({comparison.why})"
+                )
+    counts = (("failed", failed), *((f"{name} error/limit", _short(r)) for name, r in ratios.items()))
+    return Verdict("reference", not failed, (*counts, ("elements", seen)), detail)
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
+# ---- what ran and what it touched -------------------------------------------------------------------
+def poison(outcomes: Outcomes, again: Outcomes) -> Verdict:
+    """Unwritten elements per result, from two runs of each job under different poisons.
+
+    Args:
+        outcomes: runs under the first poison.
+        again: runs of some of the same jobs under the second.
+    """
+    second = {job: outcome for job, outcome in again}
+    wrong: dict[str, int] = {}
+    seen = 0
+    detail = ""
+    for job, outcome in outcomes:
+        for name, array in outcome.results.items():
+            left = _holds(array, outcome.fill)
+            other = second.get(job)
+            if other is not None:
+                # Under two poisons a byte pattern that a result may have cannot look unwritten.
+                left = (left & _holds(other.results[name], other.fill)) | (array_differs(array, other.results[name]))
+            elif array.dtype.itemsize == 1:
+                continue
+            count = int(np.count_nonzero(left))
+            wrong[name] = wrong.get(name, 0) + count
+            seen += array.size
+            if count and not detail:
+                detail = f"{name}: {count} of {array.size} elements unwritten on {job}"
+    for job, outcome in (*outcomes, *again):
+        for launch in outcome.launches:
+            lost = {name: count for name, count in launch.unwritten.items() if count and name in wrong}
+            if lost and not detail:
+                detail = f"{launch.kernel} left bytes unwritten on {job}: {lost}"
+    return Verdict("poison", not detail, (*wrong.items(), ("elements", seen)), detail)
+
+
+def _holds(array: Array, fill: int) -> Array:
+    size = array.dtype.itemsize
+    found: Array = np.all(as_bytes(array).reshape(-1, size) == fill, axis=1)
+    return found
+
+
+def array_differs(a: Array, b: Array) -> Array:
+    """Where the bytes of two arrays differ, flat; NaNs are equal to each other."""
+    size = a.dtype.itemsize
+    other: Array = np.any(as_bytes(a).reshape(-1, size) != as_bytes(b).reshape(-1, size), axis=1)
+    if a.dtype.kind not in "iu":
+        other &= ~(np.isnan(a).reshape(-1) & np.isnan(b).reshape(-1))
+    return other
+
+
+def ran(loaded: Loaded, plan: Plan, outcomes: Outcomes) -> Verdict:
+    """Kernels, launches and blocks against a plan made anew, and the compiled text against its digest.
+
+    Args:
+        loaded: what was compiled and launched.
+        plan: the plan that the arm's name stands for.
+        outcomes: every run of it.
+    """
+    wanted = Counter(kernel.name for kernel in plan.kernels)
+    wrong: list[str] = []
+    launches = 0
+    for job, outcome in outcomes:
+        have = Counter(launch.kernel for launch in outcome.launches)
+        launches += sum(have.values())
+        if have != (wanted if job.tokens else Counter()):
+            wrong.append(f"on {job} launches were {dict(sorted(have.items()))}, the plan has {dict(wanted)}")
+        for launch in outcome.launches:
+            kernel = next((k for k in plan.kernels if k.name == launch.kernel), None)
+            columns = kernel.columns if kernel is not None else None
+            blocks = job.tokens * (columns.blocks if columns is not None else 1)
+            if launch.blocks != blocks or launch.blocks_run not in (-1, blocks):
+                wrong.append(f"{launch.kernel} ran {launch.blocks_run} of {blocks} blocks on {job}")
+            if launch.scalar != loaded.misaligned:
+                wrong.append(f"{launch.kernel}: the {'scalar' if launch.scalar else 'vector'} twin ran")
+    wrong += _other_text(loaded, plan)
+    counts = (("wrong", len(wrong)), ("kernels", len(wanted)), ("launches", launches))
+    return Verdict("ran", not wrong, counts, wrong[0] if wrong else "")
+
+
+def _other_text(loaded: Loaded, plan: Plan) -> list[str]:
+    compiled = loaded.module.runner.module(loaded.misaligned)  # type: ignore[attr-defined]
+    have = sha256(compiled.source)
+    wrong = []
+    if have != plan.emitted_sha256:
+        wrong.append(f"the compiled text has sha256 {have[:12]}, the plan's has {plan.emitted_sha256[:12]}")
+    counted = getattr(compiled, "launches", None)
+    if counted is not None and dict(counted) != {k: v for k, v in loaded.module.counts.items() if v}:
+        wrong.append(f"the backend counted launches {dict(counted)}, the module {loaded.module.counts}")
+    return wrong
+
+
+def sha256(text: str) -> str:
+    """Hex digest of a text."""
+    import hashlib
+
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def inputs_unchanged(outcomes: Outcomes) -> Verdict:
+    """Changed bytes per input."""
+    wrong: dict[str, int] = {}
+    seen = 0
+    for job, outcome in outcomes:
+        seen += sum(array.nbytes for array in job.inputs.values())
+        for name, count in outcome.changed_inputs.items():
+            wrong[name] = wrong.get(name, 0) + count
+    detail = ", ".join(f"{count} bytes of {name}" for name, count in wrong.items())
+    return Verdict("inputs_unchanged", not wrong, (*wrong.items(), ("bytes", seen)), detail)
+
+
+def findings(outcomes: Outcomes) -> Verdict:
+    """Findings of the executor but for those of race mode."""
+    return _findings("findings", outcomes, lambda kind: kind not in RACES)
+
+
+def race(outcomes: Outcomes) -> Verdict:
+    """Findings of race mode."""
+    return _findings("race", outcomes, lambda kind: kind in RACES)
+
+
+def _findings(check: str, outcomes: Outcomes, wanted: object) -> Verdict:
+    assert callable(wanted)
+    kinds: Counter[str] = Counter()
+    launches = 0
+    detail = ""
+    for job, outcome in outcomes:
+        for launch in outcome.launches:
+            launches += 1
+            mine = [finding for finding in launch.findings if wanted(finding.kind)]
+            kinds.update(finding.kind for finding in mine)
+            if mine and not detail:
+                detail = f"{launch.kernel} on {job}: {mine[0].text}"
+            if check == "findings" and not launch.completed:
+                kinds["stopped"] += 1
+                detail = detail or f"{launch.kernel} on {job}: the launch was stopped or reported too much to list"
+    return Verdict(check, not detail, (*sorted(kinds.items()), ("launches", launches)), detail)
+
+
+def slab_once(plan: Plan, outcomes: Outcomes) -> Verdict | None:
+    """Loads of each element of the streams that live in registers; None where no kernel keeps any."""
+    kept = {
+        (kernel.name, place.tensor)
+        for kernel in plan.kernels
+        for place in kernel.places
+        if place.space == "thread"
+        and "n" in plan.program.tensor(place.tensor).shape
+        and not plan.made_in(kernel, place.tensor)
+    }
+    if not kept:
+        return None
+    most = elements = wrong = 0
+    detail = ""
+    for job, outcome in outcomes:
+        for launch in outcome.launches:
+            for name, counted in launch.counts.items():
+                if (launch.kernel, name) not in kept:
+                    continue
+                elements += counted.loads.size
+                most = max(most, int(counted.loads.max(initial=0)))
+                bad = int(np.count_nonzero(counted.loads != 1))
+                wrong += bad
+                if bad and not detail:
+                    detail = f"{launch.kernel}: {bad} elements of {name} are not loaded exactly once on {job}"
+    if not elements:
+        detail = detail or "no access was counted"
+    return Verdict("slab_once", not detail, (("wrong", wrong), ("most", most), ("elements", elements)), detail)

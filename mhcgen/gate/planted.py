@@ -1,0 +1,230 @@
+"""Faults planted into reference values: proof that a job's inputs, and the bounds, could show them.
+
+Nothing is emitted here. The values of a fault come from the float64 reference with one stage replaced; the job
+discriminates if those values fall outside the bound of the true ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from mhcgen import bounds, reference
+from mhcgen.gate.checks import Verdict, rounded
+from mhcgen.gate.execute import Array, Arrays, Outcome
+from mhcgen.gate.jobs import Job
+from mhcgen.ir import Program, Stage
+from mhcgen.passes.fuse import OPAQUE_KINDS
+
+#: Results by slot of a stage that goes wrong; None where this fault leaves the stage alone.
+Wrong = Callable[[Stage, Arrays], Mapping[str, Array] | None]
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A fault of the reference.
+
+    Args:
+        name: for the report.
+        wrong: the stage that goes wrong.
+        needs: whether a Program and token count can have this fault.
+    """
+
+    name: str
+    wrong: Wrong
+    needs: Callable[[Program, int], bool] = lambda program, tokens: True
+
+
+def faulty_results(program: Program, job: Job, values: Mapping[str, Array], wrong: Wrong) -> Arrays | None:
+    """Results of the Program with one stage gone wrong, None if no stage did."""
+    now = dict(values)
+    dims = dict(program.dims)
+    hit = False
+    for stage in program.stages:
+        if stage.kind in OPAQUE_KINDS:
+            continue  # what it gave the emission stands
+        operands = {slot: now[name] for slot, name in stage.operands}
+        with np.errstate(all="ignore"):
+            made = wrong(stage, operands)
+            hit |= made is not None
+            produced = {**reference.evaluate(stage, operands, dims), **(made or {})}
+        for slot, name in stage.results:
+            dtype = program.tensor(name).dtype
+            array = np.asarray(produced[slot], dtype=np.float64)
+            now[name] = reference.round_to(array, dtype) if rounded(program) else array
+    return {tensor.name: now[tensor.name] for tensor in program.of_role("result")} if hit else None
+
+
+# ---- the faults -------------------------------------------------------------------------------------
+def _comb(fault: Callable[[Array, Stage], Array]) -> Wrong:
+    def wrong(stage: Stage, operands: Arrays) -> Mapping[str, Array] | None:
+        if stage.kind != "sinkhorn":
+            return None
+        n = round(operands["logits"].shape[1] ** 0.5)
+        return {"comb": fault(operands["logits"].reshape(-1, n, n), stage)}
+
+    return wrong
+
+
+def _transposed(logits: Array, stage: Stage) -> Array:
+    flat = logits.reshape(len(logits), -1)
+    return np.swapaxes(reference.sinkhorn(flat, stage.attr("iters"), stage.attr("eps")), 1, 2)
+
+
+def _clamped(logits: Array, stage: Stage) -> Array:
+    """max(sum, eps) in place of sum + eps."""
+    eps = stage.attr("eps")
+    c: Array = np.exp(logits - np.max(logits, axis=2, keepdims=True))
+    c = c / np.sum(c, axis=2, keepdims=True)
+    for step in range(2 * stage.attr("iters") - 1):
+        c = c / np.maximum(np.sum(c, axis=1 if step % 2 == 0 else 2, keepdims=True), eps)
+    return c
+
+
+def _without_maximum(logits: Array, stage: Stage) -> Array:
+    """fp32 exponentials of the logits as they are."""
+    c: Array = np.exp(logits.astype(np.float32)).astype(np.float64)
+    eps = stage.attr("eps")
+    c = c / np.sum(c, axis=2, keepdims=True) + eps
+    for step in range(2 * stage.attr("iters") - 1):
+        c = c / (np.sum(c, axis=1 if step % 2 == 0 else 2, keepdims=True) + eps)
+    return c
+
+
+def _rowsq(fault: Callable[[Array, Array, float], Array]) -> Wrong:
+    """A fault of the rescale: (mean square [T, 1], mixes, eps) to the scaled mixes."""
+
+    def wrong(stage: Stage, operands: Arrays) -> Mapping[str, Array] | None:
+        if stage.kind != "rowsq":
+            return None
+        mean = np.mean(operands["x"] ** 2, axis=(1, 2))[:, None]
+        return {"mixes_scaled": fault(mean, operands["mixes"], stage.attr("eps"))}
+
+    return wrong
+
+
+def _eps_lost(mean: Array, mixes: Array, eps: float) -> Array:
+    return mixes / np.sqrt(mean)
+
+
+def _eps_outside(mean: Array, mixes: Array, eps: float) -> Array:
+    return mixes / (np.sqrt(mean) + eps)
+
+
+def _borrowed(mean: Array, mixes: Array, eps: float) -> Array:
+    return mixes / np.sqrt(np.roll(mean, 1, axis=0) + eps)
+
+
+def _narrow_weights(stage: Stage, operands: Arrays) -> Mapping[str, Array] | None:
+    if stage.kind != "project":
+        return None
+    return {"mixes": reference.project(operands["x"], reference.round_to(operands["fn"], "bf16"))}
+
+
+def _stream_skipped(stage: Stage, operands: Arrays) -> Mapping[str, Array] | None:
+    if stage.kind != "collapse":
+        return None
+    return {"y": reference.collapse(operands["x"][:, :-1], operands["pre"][:, :-1])}
+
+
+def _largest_eps_for_rms(program: Program) -> Wrong:
+    """The rescale with another eps of the Program, the one most unlike its own."""
+    others = [float(stage.attr("eps")) for stage in program.stages_of_kind("sinkhorn")]
+
+    def wrong(stage: Stage, operands: Arrays) -> Mapping[str, Array] | None:
+        if stage.kind != "rowsq":
+            return None
+        own = float(stage.attr("eps"))
+        other = max(others, key=lambda eps: abs(eps - own))
+        return {"mixes_scaled": reference.rowsq(operands["x"], operands["mixes"], other)}
+
+    return wrong
+
+
+def _several(program: Program, tokens: int) -> bool:
+    return tokens > 1
+
+
+def _wide(program: Program, tokens: int) -> bool:
+    return program.dim("n") > 1
+
+
+_TRANSPOSED = Planted("comb transposed", _comb(_transposed), lambda program, tokens: program.dim("n") >= 3)
+_UNSTABLE = Planted("exponentials without the row maximum", _comb(_without_maximum))
+
+#: Kind of inputs -> the faults they are there for. `uniform` has the ordinary ones.
+PLANTED: dict[str, tuple[Planted, ...]] = {
+    "uniform": (
+        _TRANSPOSED,
+        Planted("a stream skipped", _stream_skipped, _wide),
+        Planted("another row's norm", _rowsq(_borrowed), _several),
+    ),
+    "D1": (_TRANSPOSED,),
+    "D4": (Planted("eps outside the root", _rowsq(_eps_outside)),),
+    "D5": (Planted("sums clamped by eps", _comb(_clamped)),),
+    "D8": (_UNSTABLE,),
+    "D9": (Planted("weights narrowed to bf16", _narrow_weights),),
+    "D10": (Planted("another row's norm", _rowsq(_borrowed), _several),),
+    "D12": (Planted("eps lost", _rowsq(_eps_lost)),),
+    "extreme": (_UNSTABLE,),
+}
+
+
+def planted(program: Program, job: Job) -> tuple[Planted, ...]:
+    """The faults a job is there for, in this Program."""
+    found = PLANTED.get(job.kind, ())
+    if job.kind == "D3":
+        found = (Planted("the two eps mixed up", _largest_eps_for_rms(program)),)
+    return tuple(fault for fault in found if fault.needs(program, job.tokens))
+
+
+# ---- the check --------------------------------------------------------------------------------------
+def discriminates(
+    program: Program, jobs: list[tuple[Job, Outcome]], values: list[Mapping[str, Array]]
+) -> Verdict:
+    """Whether each job could show the faults it is there for, and its results are not degenerate."""
+    seen = tried = 0
+    wrong: list[str] = []
+    for (job, outcome), true in zip(jobs, values, strict=True):
+        if not job.tokens:
+            continue
+        wrong += [f"{sentence} on {job}" for sentence in _degenerate(program, job, outcome)]
+        for fault in planted(program, job):
+            results = faulty_results(program, job, true, fault.wrong)
+            if results is None:
+                continue
+            tried += 1
+            found = bounds.compare_all(program, results, true, job.inputs, rounded=rounded(program))
+            if all(comparison.ok for comparison in found):
+                wrong.append(f"the fault '{fault.name}' would not show on {job}")
+            else:
+                seen += 1
+    counts = (("wrong", len(wrong)), ("faults", tried), ("shown", seen))
+    return Verdict("discriminates", not wrong, counts, wrong[0] if wrong else "")
+
+
+def _degenerate(program: Program, job: Job, outcome: Outcome) -> list[str]:
+    """What would make any comparison of results easy to pass."""
+    found = []
+    if job.kind == "uniform":
+        for name in ("y", "pre", "pre_next"):
+            array = outcome.results.get(name)
+            if array is None:
+                continue
+            numbers = np.asarray(array).astype(np.float64)
+            if not np.any(numbers):
+                found.append(f"{name} is all zero")
+            if job.tokens > 1 and np.array_equal(numbers[0], numbers[-1]):
+                found.append(f"first and last row of {name} are equal")
+    if job.kind == "D15" and job.tokens > 1:
+        rows = {
+            int(row)
+            for name, array in outcome.results.items()
+            if array.dtype.kind not in "iu"
+            for row in np.flatnonzero(np.isnan(array).reshape(job.tokens, -1).any(axis=1))
+        }
+        if rows != {job.tokens // 2}:
+            found.append(f"NaN of token {job.tokens // 2} shows in rows {sorted(rows)}")
+    return found

@@ -1,0 +1,213 @@
+"""The gate itself: plan the arms, compile them side by side, run every job, judge."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from mhcgen.build import build_config
+from mhcgen.gate import checks, planted
+from mhcgen.gate.arms import BASELINE, Arm, chosen
+from mhcgen.gate.checks import CHECKS, Outcomes, Verdict
+from mhcgen.gate.execute import POISONS, Array, Loaded, Machine, Outcome, execute, load, machine_of
+from mhcgen.gate.jobs import Job, jobs_of
+from mhcgen.gate.report import Report, Row
+from mhcgen.gate.request import Request, checked
+from mhcgen.ir import Program
+from mhcgen.passes import run_pipeline
+from mhcgen.plan import Plan
+
+#: Text to compile for an arm in place of its plan's own; tests hand in tampered text, which the gate must notice.
+Tamper = Callable[[Arm, Plan], str]
+
+ORDERS = ("descending", "random", "warp-greedy")
+
+T = TypeVar("T")
+
+
+@dataclass
+class Session:
+    """What the parts of one gate run share."""
+
+    request: Request
+    program: Program
+    machine: Machine
+    jobs: list[Job]
+    workers: ThreadPoolExecutor | None
+    references: dict[int, Mapping[str, Array]] = field(default_factory=dict)
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Start work beside others on the host; on a GPU the caller's thread, stream and device are kept."""
+        if self.workers is not None:
+            return self.workers.submit(work)
+        done: Future[T] = Future()
+        done.set_result(work())
+        return done
+
+
+@dataclass(frozen=True)
+class Ran:
+    """An arm with everything it did."""
+
+    arm: Arm
+    plan: Plan
+    loaded: Loaded
+    outcomes: Outcomes
+    again: Outcomes
+    orders: Outcomes
+    seconds: float
+
+
+def run(request: Request, *, tamper: Tamper | None = None) -> Report:
+    """Run the gate.
+
+    Args:
+        request: what to check.
+        tamper: for tests of the gate: the text to compile for an arm.
+
+    Returns:
+        The report; `exit_code` is that of the command line, `error` is set where a planted fault was missed.
+
+    Raises:
+        UsageError: a value of the request means nothing.
+        RefusedError: the asked arm, or one named in full, is not legal.
+        EnvironmentFault: no compiler, no GPU.
+        CompileError: emitted text does not compile.
+    """
+    from mhcgen.gate.red import RED, run_red
+
+    started = time.perf_counter()
+    request = checked(request, tuple(RED))
+    program = build_config(request.config)
+    arms, refused = chosen(program, request.options, request.arms)
+    with _session(request, program) as session:
+        rows, runs = run_arms(session, arms, tamper)
+        reds, unfit = run_red(session, runs) if request.red else ((), ())
+        return Report(
+            request=request,
+            numeric_class=str(program.numeric_class),
+            device=session.machine.describe(),
+            inputs=tuple((job.kind, job.tokens) for job in session.jobs),
+            rows=rows,
+            refused=tuple(refused),
+            reds=reds,
+            unfit=unfit,
+            seconds=time.perf_counter() - started,
+        )
+
+
+@contextmanager
+def _session(request: Request, program: Program) -> Iterator[Session]:
+    machine = machine_of(request.backend)
+    jobs = jobs_of(program, request)
+    if machine.name != "host":
+        yield Session(request, program, machine, jobs, None)
+        return
+    # Compilers are processes of their own and launches leave the interpreter lock, so threads are enough.
+    with ThreadPoolExecutor(os.cpu_count() or 1) as workers:
+        yield Session(request, program, machine, jobs, workers)
+
+
+def run_arms(
+    session: Session, arms: list[tuple[Arm, Plan]], tamper: Tamper | None = None
+) -> tuple[tuple[Row, ...], tuple[Ran, ...]]:
+    """Rows and runs of every arm; the first is the baseline."""
+    assert arms[0][0].name == BASELINE
+    futures = [session.submit(_running(session, arm, plan, tamper)) for arm, plan in arms]
+    runs: list[Ran] = []
+    rows: list[Row] = []
+    for future in futures:
+        ran = future.result()
+        runs.append(ran)
+        rows.append(_judge(session, ran, runs[0]))
+    return tuple(rows), tuple(runs)
+
+
+def _running(session: Session, arm: Arm, plan: Plan, tamper: Tamper | None) -> Callable[[], Ran]:
+    return lambda: run_arm(session, arm, plan, None if tamper is None else tamper(arm, plan))
+
+
+def run_arm(session: Session, arm: Arm, plan: Plan, source: str | None = None) -> Ran:
+    """Compile one arm and run every job on it."""
+    started = time.perf_counter()
+    race = session.request.race
+    loaded = load(session.machine, plan, source=source, race=race, misaligned=arm.misaligned)
+    counted = {"count_accesses": True} if race else {}
+    outcomes = [(job, execute(loaded, job.inputs, **counted)) for job in session.jobs]
+    again = [(job, execute(loaded, job.inputs, fill=POISONS[1])) for job in repeated(session)]
+    orders: list[tuple[Job, Outcome]] = []
+    if session.machine.name == "host":
+        orders = [
+            (job, execute(loaded, job.inputs, order=order, seed=session.request.seed))
+            for job in ordered(session)
+            for order in ORDERS
+        ]
+    return Ran(arm, plan, loaded, outcomes, again, orders, time.perf_counter() - started)
+
+
+def repeated(session: Session) -> list[Job]:
+    """Jobs run under a second poison: all where a byte of a result may have any value, else one."""
+    jobs = [job for job in session.jobs if job.tokens]
+    narrow = any(t.dtype in ("int8", "fp8_e4m3") for t in session.program.of_role("result"))
+    return jobs if narrow else jobs[:1]
+
+
+def ordered(session: Session) -> list[Job]:
+    """The job run in several thread orders: the first with more than one token."""
+    return ([job for job in session.jobs if job.tokens > 1] or [job for job in session.jobs if job.tokens])[:1]
+
+
+def _judge(session: Session, ran: Ran, baseline: Ran) -> Row:
+    started = time.perf_counter()
+    verdicts = judge(session, ran, baseline, run_pipeline(session.program, ran.arm.options))
+    names = [kernel.name for kernel in ran.plan.kernels]
+    return Row(
+        arm=ran.arm.name,
+        what=ran.arm.what,
+        kernels=tuple((name, ran.loaded.module.counts[name]) for name in names),
+        threads=tuple(kernel.threads for kernel in ran.plan.kernels),
+        sha256=checks.sha256(ran.loaded.source),
+        verdicts=verdicts,
+        seconds=ran.seconds + time.perf_counter() - started,
+    )
+
+
+def judge(session: Session, ran: Ran, baseline: Ran, plan: Plan) -> tuple[Verdict, ...]:
+    """Every check that applies to an arm, in the order of `CHECKS`.
+
+    Args:
+        session: of this gate.
+        ran: the arm.
+        baseline: the unfused arm's run.
+        plan: what the arm's name stands for, planned anew.
+    """
+    every = (*ran.outcomes, *ran.again, *ran.orders)
+    found: list[Verdict | None] = []
+    if ran.arm.name == BASELINE:
+        values = references(session, ran)
+        found.append(checks.against_reference(session.program, ran.outcomes, values))
+        found.append(planted.discriminates(session.program, list(ran.outcomes), values))
+    else:
+        found.append(checks.bits(ran.outcomes, baseline.outcomes))
+    found.append(checks.poison(ran.outcomes, ran.again))
+    found.append(checks.ran(ran.loaded, plan, every))
+    found.append(checks.inputs_unchanged(every))
+    if session.machine.name == "host":
+        found.append(checks.findings(every))
+        in_order = {job: outcome for job, outcome in ran.outcomes}
+        found.append(checks.bits(ran.orders, [(job, in_order[job]) for job, _ in ran.orders], "orders"))
+    if session.request.race:
+        found.append(checks.race(every))
+        found.append(checks.slab_once(ran.plan, ran.outcomes))
+    order = list(CHECKS)
+    return tuple(sorted((v for v in found if v is not None), key=lambda v: order.index(v.check)))
+
+
+def references(session: Session, ran: Ran) -> list[Mapping[str, Array]]:
+    """Float64 values of every job."""
+    return [checks.reference_values(session.program, job, outcome) for job, outcome in ran.outcomes]
