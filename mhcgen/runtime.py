@@ -96,7 +96,7 @@ class Module:
         self.counts: dict[str, int] = {kernel.name: 0 for kernel in plan.kernels}
         self.launches: list[Launch] = []
         self.stamps: dict[str, Any] = {}
-        self._order = _launch_order(plan)
+        self._order = launch_order(plan)
 
     # ---- calling --------------------------------------------------------------------------------
     def __call__(
@@ -288,7 +288,7 @@ def _dtype_hint(want: str, have: str) -> str:
     return f"convert it explicitly to {NUMPY_DTYPES[want].name}"
 
 
-def _launch_order(plan: Plan) -> tuple[Kernel | Stage, ...]:
+def launch_order(plan: Plan) -> tuple[Kernel | Stage, ...]:
     """Kernels and opaque stages in an order that respects every tensor."""
     done: set[str] = {t.name for t in plan.program.of_role("input", "parameter")}
     units: list[Kernel | Stage] = []
