@@ -16,6 +16,7 @@ import re
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -78,10 +79,7 @@ def cache_root() -> Path:
 
 
 def load(key: str, suffix: str) -> Path | None:
-    """The entry's file if it is there and its bytes match the checksum in its name, else None.
-
-    A file that fails the checksum is removed, so that the next `store` starts clean.
-    """
+    """The entry's file if it is there and its bytes match the checksum in its name, else None."""
     _check_names(key, suffix)
     for path in sorted(_files_of(cache_root() / key)):
         if not path.name.endswith(suffix) or len(path.name) != 64 + len(suffix):
@@ -92,8 +90,6 @@ def load(key: str, suffix: str) -> Path | None:
             continue
         if hashlib.sha256(data).hexdigest() == path.name[:64]:
             return path
-        with contextlib.suppress(OSError):
-            path.unlink()
     return None
 
 
@@ -107,19 +103,12 @@ def store(key: str, suffix: str, content: bytes | Path) -> Path:
     """
     _check_names(key, suffix)
     data = content.read_bytes() if isinstance(content, Path) else content
-    folder = cache_root() / key
-    target = folder / (hashlib.sha256(data).hexdigest() + suffix)
+    target = cache_root() / key / (hashlib.sha256(data).hexdigest() + suffix)
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=_TEMPORARY, dir=folder)
         try:
-            with os.fdopen(handle, "wb") as out:
-                out.write(data)
-            Path(name).replace(target)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                Path(name).unlink()
-            raise
+            _publish(data, target)
+        except FileNotFoundError:  # another process cleared the cache under our hands
+            _publish(data, target)
     except OSError as fault:
         raise EnvironmentFault(
             "E-CACHE",
@@ -128,6 +117,26 @@ def store(key: str, suffix: str, content: bytes | Path) -> Path:
             hints=(f"set {ENV_DIR} to a directory with room that you may write",),
         ) from fault
     return target
+
+
+@contextlib.contextmanager
+def workspace() -> Iterator[Path]:
+    """A temporary directory inside the cache for building an entry; removed at the end."""
+    with tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=cache_root()) as folder:
+        yield Path(folder)
+
+
+def _publish(data: bytes, target: Path) -> None:
+    target.parent.mkdir(mode=0o700, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=_TEMPORARY, dir=target.parent)
+    try:
+        with os.fdopen(handle, "wb") as out:
+            out.write(data)
+        Path(name).replace(target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            Path(name).unlink()
+        raise
 
 
 def entries() -> Iterator[CacheEntry]:
@@ -143,16 +152,26 @@ def entries() -> Iterator[CacheEntry]:
 
 
 def clear() -> int:
-    """Remove all entries, unfinished ones too; returns how many published entries went.
+    """Remove all entries and what dead processes left unfinished; returns how many published entries went.
 
     Modules that are loaded in a running process stay usable: their files are unlinked, not truncated.
     Nothing else in the directory is touched.
     """
     count = sum(1 for _ in entries())
     for folder in _files_of(cache_root()):
-        if _KEY.fullmatch(folder.name):
+        if _KEY.fullmatch(folder.name) or _abandoned(folder):
             shutil.rmtree(folder, ignore_errors=True)
     return count
+
+
+def _abandoned(folder: Path) -> bool:
+    """A build's workspace that nobody has touched for an hour."""
+    if not folder.name.startswith(_TEMPORARY):
+        return False
+    try:
+        return time.time() - folder.stat().st_mtime > 3600
+    except OSError:
+        return False
 
 
 def _usual_roots() -> Iterator[Path]:

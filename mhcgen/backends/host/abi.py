@@ -23,6 +23,7 @@ KINDS = {
     8: "deadlock",
     9: "stack",
     10: "trap",
+    11: "misaligned",
 }
 
 RULES = (

@@ -20,7 +20,7 @@ class BoundBuffer:
     """One stretch of memory that one or more pointer parameters point into.
 
     Args:
-        buffer: the guarded memory.
+        buffer: the guarded memory it lies in; `start` bytes into it, `nbytes` long.
         name: of its parameters, joined with `|`.
         writable: some parameter may write to it.
         uninitialised: its contents mean nothing before the launch.
@@ -29,20 +29,34 @@ class BoundBuffer:
     """
 
     buffer: HostBuffer
+    start: int
+    nbytes: int
     name: str
     writable: bool
     uninitialised: bool
     element: int
     original: npt.NDArray[np.uint8] | None = None
-    guard: int = GUARD_BYTES
+
+    @property
+    def address(self) -> int:
+        """Of its first byte."""
+        return self.buffer.address + self.start
+
+    @property
+    def bytes(self) -> npt.NDArray[np.uint8]:
+        """Its memory."""
+        return self.buffer.bytes[self.start : self.start + self.nbytes]
+
+    @property
+    def guard(self) -> int:
+        """Bytes of guard band around it; a part of a HostBuffer has none."""
+        return GUARD_BYTES if self.nbytes == self.buffer.nbytes else 0
 
     def changed_input(self) -> int | None:
         """Offset of the first byte of a read-only copy that the kernel changed, else None."""
-        if self.original is None or self.writable or self.uninitialised:
+        if self.original is None or np.array_equal(self.original, self.bytes):
             return None
-        if np.array_equal(self.original, self.buffer.bytes):
-            return None
-        return int(np.flatnonzero(self.original != self.buffer.bytes)[0])
+        return int(np.flatnonzero(self.original != self.bytes)[0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +89,7 @@ class Bound:
         """Copy writable arrays that were copied in back to the caller."""
         for view in self.views.values():
             if view.copied and view.writable and view.array.size:
-                memory = self.buffers[view.index].buffer.bytes
+                memory = self.buffers[view.index].bytes
                 _bytes_of(view.array)[:] = memory[view.offset : view.offset + view.array.nbytes]
 
 
@@ -103,7 +117,7 @@ def bind(signature: KernelSignature, args: Sequence[object], uninitialised: froz
         if param.name in views:
             view = views[param.name]
             assert isinstance(slot, ctypes.c_void_p)
-            slot.value = buffers[view.index].buffer.address + view.offset
+            slot.value = buffers[view.index].address + view.offset
     keep += slots
     places = [slot.ctypes.data if isinstance(slot, np.ndarray) else ctypes.addressof(slot) for slot in slots]
     pointers = (ctypes.c_void_p * max(1, len(slots)))(*places)
@@ -146,62 +160,50 @@ def _checked_array(param: Param, value: object) -> npt.NDArray[Any]:
 def _lay_out(
     arrays: dict[str, tuple[Param, npt.NDArray[Any]]], uninitialised: frozenset[str]
 ) -> tuple[list[BoundBuffer], dict[str, View]]:
-    """One BoundBuffer per stretch of the caller's memory: overlapping arrays stay overlapping."""
-    spans: dict[str, tuple[int, int, HostBuffer | None]] = {}
-    for name, (_, array) in arrays.items():
-        owner = buffer_of(array)
-        start = array.ctypes.data
-        spans[name] = (start, start + array.nbytes, owner)
+    """One BoundBuffer per stretch of the caller's memory: arrays that overlap go on overlapping."""
     buffers: list[BoundBuffer] = []
     views: dict[str, View] = {}
-    for names, low, high, owner in _groups(spans):
-        params = [arrays[name][0] for name in names]
-        members = [arrays[name][1] for name in names]
-        poisoned = any(name in uninitialised for name in names)
+    for names, low, high in _stretches({name: array for name, (_, array) in arrays.items()}):
+        members = [arrays[name] for name in names]
+        owner = buffer_of(members[0][1])
+        poisoned = [array for name, (_, array) in zip(names, members, strict=True) if name in uninitialised]
         item = BoundBuffer(
             buffer=owner or HostBuffer(high - low, np.uint8),
+            start=low - owner.address if owner else 0,
+            nbytes=high - low,
             name="|".join(names),
-            writable=any(param.writable for param in params),
-            uninitialised=poisoned,
-            element=min(array.itemsize for array in members),
+            writable=any(param.writable for param, _ in members),
+            uninitialised=bool(poisoned),
+            element=min(array.itemsize for _, array in members),
         )
-        if owner is None:
-            for array in members:
-                offset = array.ctypes.data - low
-                item.buffer.bytes[offset : offset + array.nbytes] = _bytes_of(array)
-            if not item.writable:
-                item.original = item.buffer.bytes.copy()
-        if poisoned:
-            item.buffer.bytes.fill(POISON)
-        base = owner.address if owner is not None else low
-        for name, param, array in zip(names, params, members, strict=True):
-            views[name] = View(len(buffers), array.ctypes.data - base, array, owner is None, param.writable)
+        for _, array in members:
+            offset = array.ctypes.data - low
+            if owner is None:
+                item.bytes[offset : offset + array.nbytes] = _bytes_of(array)
+        for array in poisoned:
+            offset = array.ctypes.data - low
+            item.bytes[offset : offset + array.nbytes] = POISON
+        if owner is None and not item.writable:
+            item.original = item.bytes.copy()
+        for name, (param, array) in zip(names, members, strict=True):
+            views[name] = View(len(buffers), array.ctypes.data - low, array, owner is None, param.writable)
         buffers.append(item)
     return buffers, views
 
 
-def _groups(
-    spans: dict[str, tuple[int, int, HostBuffer | None]],
-) -> list[tuple[list[str], int, int, HostBuffer | None]]:
-    """Parameters whose arrays share memory, in order of the first parameter of each group."""
-    groups: list[tuple[list[str], int, int, HostBuffer | None]] = []
-    for name, (low, high, owner) in spans.items():
-        touching = [
-            group
-            for group in groups
-            if (owner is not None and group[3] is owner)
-            or (
-                owner is None
-                and group[3] is None
-                and ((low < group[2] and group[1] < high) or (low, high) == group[1:3])
-            )
-        ]
-        names = [n for group in touching for n in group[0]] + [name]
+def _stretches(arrays: dict[str, npt.NDArray[Any]]) -> list[tuple[list[str], int, int]]:
+    """Groups of arrays that share memory, with their first address and the one behind their last.
+
+    In order of the first parameter of each group.
+    """
+    groups: list[tuple[list[str], int, int]] = []
+    for name, array in arrays.items():
+        low, high = array.ctypes.data, array.ctypes.data + array.nbytes
+        touching = [g for g in groups if (low < g[2] and g[1] < high) or (low, high) == g[1:]]
         merged = (
-            names,
+            [n for group in touching for n in group[0]] + [name],
             min([low, *(group[1] for group in touching)]),
             max([high, *(group[2] for group in touching)]),
-            owner,
         )
         position = groups.index(touching[0]) if touching else len(groups)
         groups = [group for group in groups if group not in touching]

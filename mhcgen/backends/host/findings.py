@@ -46,7 +46,8 @@ class Finding:
     """One broken rule; repetitions at the same two places are counted, not listed.
 
     Args:
-        kind: `race`, `uninit`, `oob`, `write-to-const`, `barrier`, `mask`, `shuffle`, `deadlock`, `stack`, `trap`.
+        kind: `race`, `uninit`, `oob`, `write-to-const`, `barrier`, `mask`, `shuffle`, `deadlock`, `stack`, `trap`,
+            `misaligned`.
         rule: the rule within the kind, e.g. `barrier-lines`; equals `kind` where there is only one.
         scope: of a race, `same-warp`, `across-warps` or `across-blocks`; else empty.
         buffer: parameter name, `shared NAME` or `dynamic shared`; empty where there is none.

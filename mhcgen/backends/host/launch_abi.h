@@ -37,6 +37,7 @@ enum MhcKind : uint32_t {
   MHC_DEADLOCK,
   MHC_STACK,
   MHC_TRAP,
+  MHC_MISALIGNED,
 };
 
 // Which of several rules of one kind was broken; findings.py has the sentence for each.

@@ -11,7 +11,9 @@
 constexpr unsigned WARP = 32;
 constexpr unsigned MAX_THREADS = 1024;
 constexpr unsigned MAX_WARPS = MAX_THREADS / WARP;
+// The words at the bottom of every stack. Frames are written densely enough that an overflow changes some of them.
 constexpr uint64_t STACK_CANARY = 0x9e3779b97f4a7c15ull;
+constexpr unsigned CANARY_WORDS = 32;
 
 struct Cta;
 struct Race;

@@ -17,10 +17,10 @@ import numpy.typing as npt
 from mhcgen.backends.host import abi, debuginfo
 from mhcgen.backends.host.arguments import Bound, bind
 from mhcgen.backends.host.buffers import HostBuffer
-from mhcgen.backends.host.build import Fibers, build
+from mhcgen.backends.host.build import Built, Fibers, build
 from mhcgen.backends.host.findings import AccessCounts, Finding, LaunchReport
 from mhcgen.backends.host.render import Renderer, guard_finding, input_finding, merged
-from mhcgen.backends.host.unit import MAX_DYNAMIC_SHARED, source_name
+from mhcgen.backends.host.unit import MAX_DYNAMIC_SHARED, launch_bound, source_name
 from mhcgen.backends.signature import KernelSignature
 from mhcgen.errors import EnvironmentFault, UsageError
 
@@ -32,6 +32,7 @@ _MAX_BLOCK = (1024, 1024, 64)
 _STACK_BYTES = 128 * 1024
 _MAX_FINDINGS = 256
 _MAX_WAITS = 64
+_SLICE_NANOSECONDS = 100_000_000
 
 
 @dataclass
@@ -40,6 +41,23 @@ class _Library:
 
     handle: ctypes.CDLL
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def run(self, record: abi.LaunchRecord, kernel: str) -> float:
+        """Run a launch to its end; returns its seconds. Between slices Python may deliver a Ctrl-C."""
+        with self.lock:
+            started = time.perf_counter()
+            opened = self.handle.mhc_rt_open(ctypes.byref(record))
+            status = -1
+            if opened:
+                try:
+                    while (status := self.handle.mhc_rt_run(opened, _SLICE_NANOSECONDS)) == 1:
+                        pass
+                finally:
+                    self.handle.mhc_rt_close(opened)
+            seconds = time.perf_counter() - started
+        if status != 0:
+            raise EnvironmentFault("E-MEMORY", "the launch ran out of memory", where=kernel)
+        return seconds
 
 
 _libraries: dict[Path, _Library] = {}
@@ -82,10 +100,20 @@ class HostModule:
         self.name = name
         self.race = race
         self.kernels = {kernel.name: kernel for kernel in kernels}
-        built = build(source, kernels, name=name, race=race, compiler=compiler, fibers=fibers, opt=opt)
-        self.path = built.path
-        self.compiled = built.compiled
-        self._library = _load(built.path)
+
+        def built() -> Built:
+            return build(source, kernels, name=name, race=race, compiler=compiler, fibers=fibers, opt=opt)
+
+        first = built()
+        try:
+            self._library = _load(first.path)
+        except EnvironmentFault:
+            if first.path.exists():
+                raise
+            first = built()  # another process cleared the cache in between
+            self._library = _load(first.path)
+        self.path = first.path
+        self.compiled = first.compiled
 
     def launch(
         self,
@@ -131,6 +159,13 @@ class HostModule:
         signature = self._signature(kernel)
         grid3, block3 = _shape(grid, "grid"), _shape(block, "block")
         _check_shapes(grid3, block3, dynamic_shared)
+        bound_threads = launch_bound(self.source, kernel)
+        if bound_threads is not None and block3[0] * block3[1] * block3[2] > bound_threads:
+            raise UsageError(
+                "X-BLOCK",
+                f"a block of {block3} exceeds the kernel's __launch_bounds__({bound_threads})",
+                where=kernel,
+            )
         if order not in abi.ORDERS:
             raise UsageError("X-ORDER", f"unknown order {order!r}", hints=tuple(abi.ORDERS))
         if count_accesses and not self.race:
@@ -161,12 +196,7 @@ class HostModule:
             finding_capacity=_MAX_FINDINGS,
             wait_capacity=_MAX_WAITS,
         )
-        with self._library.lock:
-            started = time.perf_counter()
-            status = self._library.handle.mhc_rt_launch(ctypes.byref(record))
-            seconds = time.perf_counter() - started
-        if status != 0:
-            raise EnvironmentFault("E-MEMORY", "the launch ran out of memory", where=kernel)
+        seconds = self._library.run(record, kernel)
         findings = self._findings(record, regions.names) + self._buffer_findings(bound, record)
         bound.copy_back()
         return LaunchReport(
@@ -218,7 +248,7 @@ class HostModule:
             if offset is not None:
                 item.buffer.fill_guards()
                 if index not in seen:
-                    found.append(guard_finding(item.name, offset))
+                    found.append(guard_finding(item.name, offset - item.start))
             changed = item.changed_input()
             if changed is not None and index not in seen:
                 found.append(input_finding(item.name, changed))
@@ -244,14 +274,14 @@ class _Regions:
             flags = 0 if item.writable else abi.READONLY
             flags |= abi.NEEDS_INIT if item.uninitialised else 0
             row = abi.Region(
-                base=item.buffer.address,
-                size=item.buffer.nbytes,
+                base=item.address,
+                size=item.nbytes,
                 guard=item.guard,
                 flags=flags,
                 element=item.element,
             )
             if count:
-                elements = -(-item.buffer.nbytes // item.element)
+                elements = -(-item.nbytes // item.element)
                 loads, stores = np.zeros(elements, np.uint32), np.zeros(elements, np.uint32)
                 row.loads, row.stores = loads.ctypes.data, stores.ctypes.data
                 self._counters.append((loads, stores))
@@ -268,9 +298,14 @@ class _Regions:
         """Per array parameter, in the shape of its array."""
         result = {}
         for name, view in bound.views.items():
-            loads, stores = self._counters[view.index]
-            part = slice(view.offset // view.array.itemsize, view.offset // view.array.itemsize + view.array.size)
-            result[name] = AccessCounts(loads[part].reshape(view.array.shape), stores[part].reshape(view.array.shape))
+            element = bound.buffers[view.index].element
+            start, parts = view.offset // element, view.array.itemsize // element
+            per_part = [
+                counter[start : start + view.array.size * parts].reshape(*view.array.shape, parts)
+                for counter in self._counters[view.index]
+            ]
+            loads, stores = (counter.max(axis=-1, initial=0) for counter in per_part)
+            result[name] = AccessCounts(loads, stores)
         return result
 
     def unwritten(self, bound: Bound) -> dict[str, int]:
@@ -294,15 +329,19 @@ def _load(path: Path) -> _Library:
                     where=str(path),
                     hints=("set MHCGEN_CACHE_DIR to a directory whose file system allows execution",),
                 ) from fault
-            handle.mhc_rt_launch.argtypes = [ctypes.c_void_p]
-            handle.mhc_rt_launch.restype = ctypes.c_int
+            handle.mhc_rt_open.argtypes = [ctypes.c_void_p]
+            handle.mhc_rt_open.restype = ctypes.c_void_p
+            handle.mhc_rt_run.argtypes = [ctypes.c_void_p, ctypes.c_ulonglong]
+            handle.mhc_rt_run.restype = ctypes.c_int
+            handle.mhc_rt_close.argtypes = [ctypes.c_void_p]
+            handle.mhc_rt_close.restype = None
             _libraries[path] = _Library(handle)
         return _libraries[path]
 
 
 def _stacks(threads: int) -> int:
     """Address of stacks for `threads` fibers: memory of this Python thread, kept and reused by all modules."""
-    wanted = threads * _STACK_BYTES
+    wanted = (threads + 1) * _STACK_BYTES  # one more below the lowest, for it to overflow into
     arena: mmap.mmap | None = getattr(_per_thread, "stacks", None)
     if arena is None or len(arena) < wanted:
         try:
@@ -312,7 +351,7 @@ def _stacks(threads: int) -> int:
         # Each stack uses its first pages only; huge pages would commit all of it.
         arena.madvise(mmap.MADV_NOHUGEPAGE)
         _per_thread.stacks = arena
-    return ctypes.addressof(ctypes.c_char.from_buffer(arena))
+    return ctypes.addressof(ctypes.c_char.from_buffer(arena)) + _STACK_BYTES
 
 
 def _shape(shape: int | Sequence[int], what: str) -> tuple[int, int, int]:

@@ -10,7 +10,7 @@
 
 // Emitted into every unit: says where the dynamic array lies.
 extern "C" void mhc_unit_shared(char** dynamic_low, char** dynamic_high);
-extern "C" int mhc_rt_launch(MhcLaunch* request);
+extern "C" int mhc_rt_run(struct OpenLaunch* open, unsigned long long nanoseconds);
 
 static constexpr unsigned char SHARED_GUARD = 0xfd;
 static constexpr uint64_t DYNAMIC_GUARD_BYTES = 1024;
@@ -22,7 +22,7 @@ static constinit thread_local char static_guard[STATIC_GUARD_BYTES];
 
 static int read_module(struct dl_phdr_info* info, size_t, void* out) {
   ModuleMap* map = static_cast<ModuleMap*>(out);
-  const uint64_t here = reinterpret_cast<uint64_t>(&mhc_rt_launch);
+  const uint64_t here = reinterpret_cast<uint64_t>(&mhc_rt_run);
   ModuleMap found = {};
   found.base = info->dlpi_addr;
   bool ours = false;

@@ -34,6 +34,7 @@ _SENTENCES = {
     "oob-dynamic-guard": "a write lies behind the dynamic shared memory of the launch",
     "deadlock-waiting": "{value} live threads all wait",
     "deadlock-spinning": "threads only yield in __nanosleep and nothing else happens: a wait that cannot end",
+    "misaligned": "the address of an access is no multiple of {value}; the launch was stopped before it",
     "stack": "the thread used more stack than the executor gives it",
     "trap": "the kernel called __trap",
 }

@@ -147,8 +147,7 @@ static void begin_block(Cta* cta, uint64_t linear) {
   memset(cta->named, 0, sizeof cta->named);
   poison_shared(launch->module, request->dynamic_shared);
   for (unsigned warp = 0; warp < cta->warp_count; ++warp) {
-    const unsigned lanes = cta->threads - warp * WARP;
-    cta->warps[warp] = {0, lanes >= WARP ? ~0u : (1u << lanes) - 1, 0};
+    cta->warps[warp] = {0, lanes_of_warp(cta, warp), 0};
     cta->warp_priority[warp] = static_cast<unsigned char>(warp);
   }
   shuffle_priorities(cta);
@@ -182,25 +181,50 @@ static void run_block(Cta* cta, uint64_t linear) {
   if (!launch->stopped) ++launch->request->blocks_run;
 }
 
-// 0: launched, whatever was found. 1: out of memory.
-extern "C" int mhc_rt_launch(MhcLaunch* request) {
+// A launch is opened, run in slices and closed, so that Python can handle a Ctrl-C between the slices.
+
+struct OpenLaunch {
+  Launch launch;
+  Cta cta;
+  uint64_t next;  // index of the next block to run
+};
+
+extern "C" void mhc_rt_close(OpenLaunch* open) {
+  end_race(&open->launch);
+  unmap_pages(open->cta.fibers, open->cta.threads * sizeof(Fiber));
+  unmap_pages(open, sizeof(OpenLaunch));
+}
+
+// Null if there is not enough memory.
+extern "C" OpenLaunch* mhc_rt_open(MhcLaunch* request) {
+  OpenLaunch* open = static_cast<OpenLaunch*>(map_pages(sizeof(OpenLaunch)));
+  if (open == nullptr) return nullptr;
+  Cta* cta = &open->cta;
+  open->launch.request = request;
+  open->launch.module = map_module();
+  cta->launch = &open->launch;
+  cta->threads = request->block.x * request->block.y * request->block.z;
+  cta->warp_count = (cta->threads + WARP - 1) / WARP;
+  cta->fibers = static_cast<Fiber*>(map_pages(cta->threads * sizeof(Fiber)));
+  open->launch.out_of_memory = cta->fibers == nullptr;
+  if (request->race != 0 && !open->launch.out_of_memory) begin_race(&open->launch);
+  if (!open->launch.out_of_memory) return open;
+  mhc_rt_close(open);
+  return nullptr;
+}
+
+// Runs blocks for about `nanoseconds`. 1: blocks remain. 0: the launch is over. -1: out of memory.
+extern "C" int mhc_rt_run(OpenLaunch* open, unsigned long long nanoseconds) {
   FloatMode mode;
-  Launch launch = {};
-  launch.request = request;
-  launch.module = map_module();
-  Cta cta = {};
-  cta.launch = &launch;
-  cta.threads = request->block.x * request->block.y * request->block.z;
-  cta.warp_count = (cta.threads + WARP - 1) / WARP;
-  const uint64_t fiber_bytes = cta.threads * sizeof(Fiber);
-  cta.fibers = static_cast<Fiber*>(map_pages(fiber_bytes));
-  launch.out_of_memory = cta.fibers == nullptr;
-  if (request->race != 0 && !launch.out_of_memory) begin_race(&launch);
-  for (uint64_t i = 0; i < request->block_count && !launch.stopped && !launch.out_of_memory; ++i) {
-    run_block(&cta, request->blocks != nullptr ? request->blocks[i] : i);
+  Launch* launch = &open->launch;
+  MhcLaunch* request = launch->request;
+  const unsigned long long deadline = mhc_rt_nanoseconds() + nanoseconds;
+  while (open->next < request->block_count && !launch->stopped && !launch->out_of_memory) {
+    run_block(&open->cta, request->blocks != nullptr ? request->blocks[open->next] : open->next);
+    ++open->next;
+    if (mhc_rt_nanoseconds() > deadline) break;
   }
-  request->completed = !launch.stopped;
-  end_race(&launch);
-  unmap_pages(cta.fibers, fiber_bytes);
-  return launch.out_of_memory ? 1 : 0;
+  request->completed = !launch->stopped;
+  if (launch->out_of_memory) return -1;
+  return open->next < request->block_count && !launch->stopped;
 }

@@ -131,7 +131,8 @@ static void prepare_fiber(Cta* cta, unsigned linear) {
   fiber->linear = linear;
   fiber->index = {linear % shape.x, linear / shape.x % shape.y, linear / shape.x / shape.y};
   char* stack = stack_of(cta, linear);
-  *reinterpret_cast<uint64_t*>(stack) = STACK_CANARY;
+  uint64_t* canary = reinterpret_cast<uint64_t*>(stack);
+  for (unsigned i = 0; i < CANARY_WORDS; ++i) canary[i] = STACK_CANARY;
   // Stacks that start at equal offsets in their pages fight for the same sets of the L1 cache: shift each.
   const uint64_t colour = linear % 61 * 64;
   context_prepare(fiber->context, stack, cta->launch->request->stack_bytes - colour, fiber_main);
@@ -140,7 +141,10 @@ static void prepare_fiber(Cta* cta, unsigned linear) {
 
 static void check_stacks(Cta* cta) {
   for (unsigned i = 0; i < cta->threads; ++i) {
-    if (*reinterpret_cast<uint64_t*>(stack_of(cta, i)) == STACK_CANARY) continue;
+    const uint64_t* canary = reinterpret_cast<const uint64_t*>(stack_of(cta, i));
+    unsigned intact = 0;
+    while (intact < CANARY_WORDS && canary[intact] == STACK_CANARY) ++intact;
+    if (intact == CANARY_WORDS) continue;
     MhcFinding finding = blank_finding(MHC_STACK, MHC_NO_DETAIL);
     put_thread(finding, 0, &cta->fibers[i]);
     record(cta->launch, finding);

@@ -86,6 +86,11 @@ static void report_named(Cta* cta, MhcDetail detail, const Fiber* first, const F
   record(cta->launch, finding);
 }
 
+static unsigned lanes_of_warp(const Cta* cta, unsigned warp) {
+  const unsigned lanes = cta->threads - warp * WARP;
+  return lanes >= WARP ? ~0u : (1u << lanes) - 1;
+}
+
 static void release_named_barrier(Cta* cta, unsigned number) {
   NamedBarrier& barrier = cta->named[number];
   unsigned warps = 0;
@@ -95,7 +100,7 @@ static void release_named_barrier(Cta* cta, unsigned number) {
     warps |= 1u << w;
     Fiber* lanes = &cta->fibers[w * WARP];
     if (first == nullptr) first = &lanes[lowest(barrier.lanes[w])];
-    const unsigned absent = cta->warps[w].live & ~barrier.lanes[w];
+    const unsigned absent = lanes_of_warp(cta, w) & ~barrier.lanes[w];  // also lanes that have returned
     if (absent != 0) {
       report_named(cta, MHC_BARRIER_NAMED_PARTIAL, &lanes[lowest(barrier.lanes[w])], &lanes[lowest(absent)], number);
     }

@@ -52,6 +52,12 @@ def dynamic_shared_names(source: str) -> tuple[str, ...]:
     return tuple(sorted({match.group(1) for match in names if match}))
 
 
+def launch_bound(source: str, kernel: str) -> int | None:
+    """The threads that `__launch_bounds__` allows the kernel; None where the emission says nothing plain."""
+    match = re.search(rf"__launch_bounds__\s*\(\s*(\d+)\s*[,)][^;{{}}]*?\b{re.escape(kernel)}\s*\(", source)
+    return int(match.group(1)) if match else None
+
+
 def _entry(kernel: KernelSignature) -> str:
     if not _IDENTIFIER.fullmatch(kernel.name):
         raise UsageError("X-KERNEL-NAME", f"not a kernel name that the host can call: {kernel.name!r}")
