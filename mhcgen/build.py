@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from mhcgen.arithmetic import Arithmetic
 from mhcgen.chain import Builder, between, branch, head_chain, post, pre_chain, tail_results
@@ -150,6 +150,8 @@ _FLAGS = {
     "norm": "--norm",
     "quant": "--quant",
     "quant_pow2": "--quant-pow2",
+    "early_stop": "--early-stop",
+    "iterations_out": "--iterations-out",
     "extra": "--with",
     "layers": "--layers",
     "exit": "--exit",
@@ -159,8 +161,6 @@ _FLAGS = {
 def origin(config: Config) -> str:
     """The command-line options that name a Config: model, streams and hidden, then what is no default.
 
-    Empty where no options can name it.
-
     Example:
         >>> from mhcgen.build import configure, origin
         >>> origin(configure("deepseek-v4", hidden=64, norm=True))
@@ -168,9 +168,6 @@ def origin(config: Config) -> str:
     """
     default = configure(config.model)
     words = [f"--model {config.model} --streams {config.streams} --hidden {config.hidden}"]
-    named = {"model", "streams", "hidden", *_FLAGS}
-    if any(getattr(config, f.name) != getattr(default, f.name) for f in fields(Config) if f.name not in named):
-        return ""
     for field, flag in _FLAGS.items():
         value = getattr(config, field)
         # A boundary implies its projection on the command line, so there it is always spelled out.
