@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mhcgen.ir import Stage
-from mhcgen.passes.refuse import refuse
+from mhcgen.refusal import refuse
 from mhcgen.plan import Access, Declare
 from mhcgen.steps.context import Context, identifier
 
