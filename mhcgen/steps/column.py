@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from mhcgen.ir import Stage
-from mhcgen.refusal import refuse
 from mhcgen.plan import Access, Declare
+from mhcgen.refusal import refuse
 from mhcgen.steps.context import Context, identifier
 
 
