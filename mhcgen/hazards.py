@@ -8,9 +8,10 @@ join it; loops are walked until their back edge brings nothing new.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from mhcgen.log import Hazard
-from mhcgen.plan import Access, Kernel, Loop, Node, Step, Sync
+from mhcgen.plan import Access, Kernel, Loop, Node, Step, Sync, edit_sync, walk
 
 #: Barrier scopes, weakest first.
 STRENGTH = {"warp": 0, "data": 1, "block": 2}
@@ -68,6 +69,24 @@ def walk_hazards(kernel: Kernel, body: tuple[Node, ...], *, insert: bool, at_lea
         at_least: weakest scope to insert (`block` where the user asked for block barriers).
     """
     return _walk(kernel, body, (), insert, at_least, carried=False)
+
+
+def with_reasons(kernel: Kernel, body: tuple[Node, ...]) -> tuple[Node, ...]:
+    """The body with each barrier's hazards in full: those that are bare without it.
+
+    A barrier put in for one hazard often covers more, the back edge of its loop among them. One without which
+    nothing is bare is dropped.
+    """
+    index = 0
+    while index < sum(isinstance(node, Sync) for node in walk(body)):
+        without = edit_sync(body, index, lambda _: None)
+        bare = tuple(dict.fromkeys(walk_hazards(kernel, without, insert=False).bare))
+        if not bare:
+            body = without
+            continue
+        body = edit_sync(body, index, partial(replace, because=bare))
+        index += 1
+    return body
 
 
 def _walk(

@@ -9,7 +9,7 @@ Plan ── kernels: Kernel ── geometry: threads, warps, column map
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -264,6 +264,27 @@ def walk(body: tuple[Node, ...]) -> Iterator[Node]:
         yield node
         if isinstance(node, Loop):
             yield from walk(node.body)
+
+
+def edit_sync(body: tuple[Node, ...], index: int, edit: Callable[[Sync], Sync | None]) -> tuple[Node, ...]:
+    """The body with its barrier number `index` (loops flattened) replaced by edit(barrier), dropped where None."""
+    seen = -1
+
+    def inside(nodes: tuple[Node, ...]) -> tuple[Node, ...]:
+        nonlocal seen
+        kept: list[Node] = []
+        for node in nodes:
+            made: Node | None = node
+            if isinstance(node, Loop):
+                made = replace(node, body=inside(node.body))
+            elif isinstance(node, Sync):
+                seen += 1
+                made = edit(node) if seen == index else node
+            if made is not None:
+                kept.append(made)
+        return tuple(kept)
+
+    return inside(body)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mhcgen.hazards import walk_hazards
+from mhcgen.hazards import walk_hazards, with_reasons
 from mhcgen.log import Decision, LogEntry
 from mhcgen.plan import Kernel, Plan
 
@@ -29,7 +29,7 @@ def sync(plan: Plan) -> Plan:
     kernels, log = [], list(plan.log)
     for kernel in plan.kernels:
         walked = walk_hazards(kernel, kernel.body, insert=True, at_least=at_least)
-        synced = replace(kernel, body=walked.body)
+        synced = replace(kernel, body=with_reasons(kernel, walked.body))
         kernels.append(synced)
         log.extend(_explain(plan, synced))
     return replace(plan, kernels=tuple(kernels), log=tuple(log))
