@@ -18,6 +18,7 @@ def compile(
     slab: str = "auto",
     mix_warp: str = "auto",
     scalar: bool = False,
+    cluster: int | None = None,
     stamps: bool = False,
     stop_after: str | None = None,
 ) -> Plan:
@@ -33,6 +34,7 @@ def compile(
         slab: `auto`, `registers` or `global`: where the streams are between square sum and collapse.
         mix_warp: `auto`, `own` or `shared`: whether the mixes have a warp of their own.
         scalar: element loads and stores only, for arrays that are not 16-byte aligned.
+        cluster: most blocks of a cluster, 1 for none; None chooses.
         stamps: time stamps at phase borders.
         stop_after: name of the pass after which to stop, to look at the Plan there.
 
@@ -60,6 +62,7 @@ def compile(
         slab=slab,
         mix_warp=mix_warp,
         scalar=scalar,
+        cluster=cluster,
         stamps=stamps,
     )
     return run_pipeline(program, options, stop_after=stop_after)

@@ -95,6 +95,7 @@ def _kernel(kernel: EmitKernel) -> str:
         "comments": kernel.comments,
         "parameters": kernel.parameters,
         "guards": kernel.guards,
+        "scalars": kernel.scalars,
         "indexes": kernel.indexes,
         "rows": kernel.rows,
         "buffers": kernel.buffers,
@@ -112,8 +113,9 @@ def _count(kernel: EmitKernel, text: str) -> None:
         "warp": text.count("__syncwarp("),
         "data": text.count("mhc_sync_data("),
         "block": text.count("__syncthreads("),
+        "cluster": text.count("mhc_cluster_sync("),
     }
-    shared = len(re.findall(r"^\s*__shared__ ", text, re.M))
+    shared = len(re.findall(r"__shared__ ", text))
     if have != dict(kernel.expected) or shared != len(kernel.buffers):
         raise TemplateError(
             "T-COUNT",

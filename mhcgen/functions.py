@@ -52,6 +52,9 @@ _COMMON_BEFORE = (
     ("mhc_pairs", "pairs"),
     ("mhc_warp_sum", "warp_sum"),
     ("mhc_mean", "mean"),
+    ("mhc_cluster_arrive", "cluster_barrier"),
+    ("mhc_cluster_wait", "cluster_barrier"),
+    ("mhc_cluster_sync", "cluster_barrier"),
 )
 #: name -> template stem; `_ieee` or `_fast` is appended.
 _BY_SET = (
@@ -71,6 +74,7 @@ _COMMON_AFTER = tuple(
         "exp_of_difference",
         "sync_data",
         "stamp",
+        "at_rank",
         "amax",
         "inverse_scale",
         "scale_q8",

@@ -14,7 +14,7 @@ from mhcgen.log import Hazard
 from mhcgen.plan import Access, Kernel, Loop, Node, Step, Sync, edit_sync, walk
 
 #: Barrier scopes, weakest first.
-STRENGTH = {"warp": 0, "data": 1, "block": 2}
+STRENGTH = {"warp": 0, "data": 1, "block": 2, "cluster": 3}
 
 
 @dataclass(frozen=True)
@@ -155,6 +155,8 @@ def _needed(kernel: Kernel, step: Step, pending: tuple[Pending, ...]) -> list[tu
             if kind is None:
                 continue
             scope, team = scope_between(kernel, earlier.team, step.team)
+            if earlier.access.remote or access.remote:
+                scope, team = "cluster", "all"
             if any(_covers(passed, scope, team) for passed in earlier.passed):
                 continue
             hazard = Hazard(kind, access.buffer, earlier.step, step.name, scope, earlier.carried)
@@ -164,8 +166,10 @@ def _needed(kernel: Kernel, step: Step, pending: tuple[Pending, ...]) -> list[tu
 
 def _covers(passed: tuple[str, str], scope: str, team: str) -> bool:
     have, joined = passed
-    if have == "block":
+    if have == "cluster":
         return True
+    if have == "block":
+        return scope != "cluster"
     if have == "data":
         return scope == "data" or (scope == "warp" and team == "data")
     return scope == "warp" and joined == team
@@ -178,7 +182,7 @@ def _pass(pending: Pending, sync: Sync) -> Pending:
 def _barrier(needed: list[tuple[Hazard, str]], at_least: str) -> Sync:
     scope, team = max(((hazard.scope, team) for hazard, team in needed), key=lambda pair: STRENGTH[pair[0]])
     teams = {t for _, t in needed}
-    if STRENGTH[at_least] > STRENGTH[scope] or len(teams) > 1:
+    if scope != "cluster" and (STRENGTH[at_least] > STRENGTH[scope] or len(teams) > 1):
         scope, team = "block", "all"
     return Sync(scope, team, tuple(hazard for hazard, _ in needed))
 
@@ -186,7 +190,7 @@ def _barrier(needed: list[tuple[Hazard, str]], at_least: str) -> Sync:
 def _merge(a: Sync, b: Sync) -> Sync:
     stronger = max(a, b, key=lambda sync: STRENGTH[sync.scope])
     because = tuple(dict.fromkeys((*a.because, *b.because)))
-    if a.scope == b.scope and a.team != b.team:
+    if a.team != b.team and stronger.scope in ("warp", "data"):
         return Sync("block", "all", because)
     return replace(stronger, because=because)
 

@@ -155,6 +155,11 @@ CATALOGUE: dict[str, CatalogueEntry] = {
             "Use more threads, or leave the slab in global memory (`--slab global`).",
         ),
         CatalogueEntry(
+            "P-CLUSTER",
+            "A cluster was asked for where the kernel, the architecture or the registers do not allow one.",
+            "Leave `--cluster` out, or fuse the projection, rowsq and gates into the kernel.",
+        ),
+        CatalogueEntry(
             "P-QUANT-GROUP",
             "A quantisation group spans more columns than one warp holds in this schedule.",
             "Use fewer threads, so that each thread holds more columns.",

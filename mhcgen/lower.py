@@ -7,7 +7,7 @@ into text.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from mhcgen.backends.signature import KernelSignature, Param
 from mhcgen.functions import CTYPES, INCLUDES, Function, functions
 from mhcgen.ir import Tensor
 from mhcgen.log import Hazard
-from mhcgen.plan import Declare, Kernel, Loop, Node, Plan, Step, Sync
+from mhcgen.plan import Declare, Kernel, Loop, Node, Plan, Step, Sync, walk
 from mhcgen.steps.context import identifier
 
 
@@ -38,6 +38,7 @@ class EmitKernel:
     threads: int
     comments: tuple[str, ...]
     parameters: tuple[str, ...]
+    scalars: tuple[str, ...]
     guards: tuple[str, ...]
     indexes: tuple[str, ...]
     rows: tuple[Mapping[str, Any], ...]
@@ -102,9 +103,9 @@ def _header(plan: Plan) -> tuple[str, ...]:
         attrs = " ".join(f"{key}={value}" for key, value in stage.attrs)
         lines.append(f"stage:    {stage.name} {attrs}".rstrip())
     for kernel in plan.kernels:
-        grid = f"(T, {kernel.columns.blocks})" if kernel.grid == "token_columns" and kernel.columns else "(T)"
         lines.append(
-            f"schedule: {kernel.name}: grid {grid}, {kernel.threads} threads, {kernel.shared_bytes} bytes shared"
+            f"schedule: {kernel.name}: grid {kernel.grid_text}, {kernel.threads} threads, "
+            f"{kernel.shared_bytes} bytes shared"
         )
     lines += [
         "layout:   streams are [token][stream][column]; comb is (from_stream, to_stream).",
@@ -134,13 +135,15 @@ _NONE = _NoPlace()
 
 
 def signature(plan: Plan, kernel: Kernel) -> KernelSignature:
-    """Parameters of a kernel in order: tensors, then `tokens` (the token count, 64 bits)."""
+    """Parameters of a kernel in order: tensors, stamps, tokens per cluster, the token count (64 bits)."""
     params = [
         Param(identifier(t.name), ("" if written else "const ") + CTYPES[t.dtype] + "*", written)
         for t, written in _global_tensors(plan, kernel)
     ]
     if kernel.phases:
         params.append(Param("stamps", "long long*", True))
+    if kernel.cluster > 1:
+        params.append(Param("per_cluster", "int", False))
     return KernelSignature(kernel.name, (*params, Param("tokens", "long long", False)))
 
 
@@ -151,19 +154,23 @@ def tensors_of(plan: Plan, kernel: Kernel) -> tuple[str, ...]:
 
 def _kernel(plan: Plan, kernel: Kernel) -> EmitKernel:
     tensors = _global_tensors(plan, kernel)
+    named = _names_in_fields(kernel)
     rows = []
     for tensor, written in tensors:
-        if "T" in tensor.shape:
-            stride = 1
-            for size in plan.program.shape(tensor.name, 1):
-                stride *= size
-            rows.append(
-                {
-                    "ctype": ("" if written else "const ") + CTYPES[tensor.dtype],
-                    "name": identifier(tensor.name),
-                    "stride": stride,
-                }
-            )
+        stride = 1
+        for size in plan.program.shape(tensor.name, 1):
+            stride *= size
+        for suffix, of in (("t", "token"), ("c", "token_first")):
+            if "T" in tensor.shape and f"{identifier(tensor.name)}_{suffix}" in named:
+                rows.append(
+                    {
+                        "ctype": ("" if written else "const ") + CTYPES[tensor.dtype],
+                        "name": identifier(tensor.name),
+                        "stride": stride,
+                        "suffix": suffix,
+                        "of": of,
+                    }
+                )
     declared: dict[Declare, None] = {}
     for step in kernel.steps():
         declared.update(dict.fromkeys(step.declares))
@@ -173,28 +180,52 @@ def _kernel(plan: Plan, kernel: Kernel) -> EmitKernel:
         threads=kernel.threads,
         comments=_comments(plan, kernel),
         parameters=tuple(f"{p.ctype} __restrict__ {p.name}" for p in sign.params if p.ctype.endswith("*")),
+        scalars=tuple(f"const {p.ctype} {p.name}" for p in sign.params[:-1] if not p.ctype.endswith("*")),
         guards=("mhc_refuse_fast_math();",) if plan.program.arithmetic.functions == "ieee" else (),
         indexes=_indexes(plan, kernel),
         rows=tuple(rows),
-        buffers=tuple({"ctype": b.ctype, "name": b.name, "count": b.count} for b in kernel.buffers),
+        buffers=tuple(
+            {
+                "ctype": CTYPES.get(b.ctype, b.ctype),
+                "name": b.name,
+                "count": b.count,
+                "align": "__align__(16) " if b.ctype in CTYPES else "",
+            }
+            for b in kernel.buffers
+        ),
         declarations=tuple(
             EmitItem(f"registers/{name}.cu.j2", {k: _literal(v) for k, v in fields}) for name, fields in declared
         ),
-        body=_items(kernel, kernel.body),
+        body=_items(kernel, _split_cluster_syncs(kernel)),
         signature=sign,
         expected=_expected(kernel),
     )
 
 
+def _names_in_fields(kernel: Kernel) -> set[str]:
+    """Every name a step's fields mention, to declare only the pointers that are used."""
+    names: set[str] = set()
+    for step in kernel.steps():
+        for _, value in step.fields:
+            names.update(value if isinstance(value, tuple) else (str(value),))
+    return names
+
+
 def _comments(plan: Plan, kernel: Kernel) -> tuple[str, ...]:
     lines = [f"{kernel.name}: {', '.join(kernel.stages)}. One token a block."]
     c = kernel.columns
-    if c is not None:
+    if c is not None and kernel.cluster > 1:
+        lines = [
+            f"{kernel.name}: {', '.join(kernel.stages)}.",
+            f"A cluster of {kernel.cluster} blocks for up to {kernel.tokens} tokens: each block owns {32 * c.run} "
+            f"columns, {c.run} a lane, in every one of its {kernel.data_warps} data warps; block k leads token k.",
+        ]
+    elif c is not None:
         lines.append(
             f"Data thread i owns columns [{c.run} i, {c.run} i + {c.run}) of all streams, {c.chunk} at a time; "
             f"{kernel.data_warps} data warps."
         )
-    if c is not None and c.blocks > 1:
+    if c is not None and kernel.grid == "token_columns":
         lines[0] = f"{kernel.name}: {', '.join(kernel.stages)}. {c.blocks} blocks share a token's columns."
     for place in kernel.places:
         if place.space != "global":
@@ -205,9 +236,20 @@ def _comments(plan: Plan, kernel: Kernel) -> tuple[str, ...]:
 
 
 def _indexes(plan: Plan, kernel: Kernel) -> tuple[str, ...]:
-    found = []
     c = kernel.columns
     teams = {step.team for step in kernel.steps()}
+    if c is not None and kernel.cluster > 1:
+        return (
+            "const int lane = (int)threadIdx.x & 31;",
+            "const int warp = (int)threadIdx.x >> 5;",
+            "const int rank = (int)blockIdx.y;",
+            "const long long token_first = (long long)blockIdx.x * per_cluster;",
+            "const int count = (int)min((long long)per_cluster, tokens - token_first);",
+            "const long long token = token_first + rank;  // the token this block leads, if rank < count",
+            f"const int column_block = rank * {32 * c.run};",
+            f"const int column_first = column_block + lane * {c.run};",
+        )
+    found = ["const long long token = (long long)blockIdx.x;", "if (token >= tokens) return;"]
     if c is not None and c.blocks > 1:
         found.append(
             f"const int column_first = ((int)blockIdx.y * {32 * kernel.data_warps} + (int)threadIdx.x) * {c.run};"
@@ -225,10 +267,24 @@ def _indexes(plan: Plan, kernel: Kernel) -> tuple[str, ...]:
 
 def _expected(kernel: Kernel) -> dict[str, int]:
     """What the text must contain, counted again after rendering."""
-    counts = {"warp": 0, "data": 0, "block": 0}
+    counts = {"warp": 0, "data": 0, "block": 0, "cluster": 0}
     for sync in kernel.syncs():
         counts[sync.scope] += 1
     return counts
+
+
+def _split_cluster_syncs(kernel: Kernel) -> tuple[Node, ...]:
+    """Mark cluster barriers at which the warp of the mixes need not wait: no later step of it reads what others wrote."""
+    body = list(kernel.body)
+    waiting = False
+    for at, node in enumerate(body):
+        if not isinstance(node, Sync) or node.scope != "cluster":
+            continue
+        later = [s for n in body[at:] for s in walk((n,)) if isinstance(s, Step) and s.team != "data"]
+        if not any(a.buffer.startswith("s_") and not a.own for step in later for a in step.accesses):
+            body[at] = replace(node, team="again" if waiting else "split")
+            waiting = True
+    return tuple(body)
 
 
 # ---- body -------------------------------------------------------------------------------------------
@@ -247,6 +303,8 @@ def _items(kernel: Kernel, body: tuple[Node, ...]) -> tuple[EmitItem, ...]:
 
 
 def _role(node: Node) -> str:
+    if isinstance(node, Sync) and node.scope == "cluster":
+        return "all"
     if isinstance(node, Loop):
         roles = {_role(inner) for inner in node.body}
         return roles.pop() if len(roles) == 1 else "all"
@@ -260,6 +318,8 @@ def _guarded(kernel: Kernel, role: str, nodes: list[Node]) -> list[EmitItem]:
         return texts
     if role == "data" and kernel.data_warps == kernel.warps:
         return texts
+    if role == "mix" and kernel.cluster > 1:
+        return [EmitItem("guards/mix_leader.cu.j2", {"warp": kernel.mix_warp}, tuple(texts))]
     if role == "mix":
         return [EmitItem("guards/mix.cu.j2", {"warp": kernel.mix_warp}, tuple(texts))]
     return [EmitItem("guards/data.cu.j2", {"warps": kernel.data_warps}, tuple(texts))]
@@ -270,6 +330,9 @@ def _item(kernel: Kernel, node: Node, bare: bool) -> EmitItem:
         because = "; ".join(_hazard(h) for h in node.because)
         if node.scope == "data":
             return EmitItem("guards/sync_data.cu.j2", {"threads": 32 * kernel.data_warps, "because": because})
+        if node.team in ("split", "again"):
+            fields = {"warp": kernel.mix_warp, "because": because}
+            return EmitItem(f"guards/sync_cluster_{node.team}.cu.j2", fields)
         return EmitItem(f"guards/sync_{node.scope}.cu.j2", {"because": because})
     if isinstance(node, Loop):
         # A loop that all threads run holds its own guards; a team's loop is already inside one.

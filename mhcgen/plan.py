@@ -20,6 +20,9 @@ from mhcgen.log import Decision, Hazard, LogEntry, Refusal
 if TYPE_CHECKING:
     from mhcgen.runtime import Module
 
+#: Blocks of one SM each that a large GPU holds at once; with more tokens a cluster takes several.
+RESIDENT_BLOCKS = 128
+
 PLACEMENTS = ("auto", "shared", "row", "element", "registers")
 SYNCS = ("auto", "warp", "block")
 SLABS = ("auto", "registers", "global")
@@ -38,6 +41,7 @@ class Options:
         threads: threads per block, every warp counted; None lets the place pass choose.
         slab: whether the streams of a token stay in registers from the square sum to the collapse.
         mix_warp: whether the mix work has a warp of its own beside the data warps.
+        cluster: most blocks of a cluster, 1 for none; None lets the place pass choose.
         scalar: use element loads where vectors would be legal (the twin for misaligned arrays).
         stamps: emit time stamps at phase borders.
     """
@@ -50,6 +54,7 @@ class Options:
     slab: str = "auto"
     mix_warp: str = "auto"
     scalar: bool = False
+    cluster: int | None = None
     stamps: bool = False
 
 
@@ -110,7 +115,7 @@ class Buffer:
 
     Args:
         name: its name in the text, `s_...`.
-        ctype: `float`, `double` or `int`.
+        ctype: `float`, `double`, `int`, or a dtype name of mhcgen.ir for streams.
         count: number of elements.
     """
 
@@ -121,7 +126,7 @@ class Buffer:
     @property
     def nbytes(self) -> int:
         """Bytes it takes."""
-        return self.count * {"float": 4, "double": 8, "int": 4}[self.ctype]
+        return self.count * {"float": 4, "double": 8, "int": 4, "fp32": 4, "bf16": 2, "fp16": 2}[self.ctype]
 
 
 @dataclass(frozen=True)
@@ -132,11 +137,13 @@ class Access:
         buffer: shared buffer, or `global:<tensor>` for a tensor written and read in one kernel.
         write: whether it writes.
         own: each thread touches only elements no other thread of the kernel touches.
+        remote: it touches the buffer of other blocks of the cluster.
     """
 
     buffer: str
     write: bool
     own: bool = False
+    remote: bool = False
 
 
 #: A register declaration: template under templates/registers/ and its sorted fields.
@@ -182,7 +189,7 @@ class Sync:
     """A barrier and the hazards it covers.
 
     Args:
-        scope: `warp`, `data` (the data warps, where the mix work has a warp of its own) or `block`.
+        scope: `warp`, `data` (the data warps, where the mix work has a warp of its own), `block` or `cluster`.
         team: who joins it: `mix`, `data` or `all`.
         because: the hazards; a barrier without one is never emitted.
     """
@@ -209,8 +216,11 @@ class Kernel:
         places: where tensors live.
         buffers: shared arrays.
         body: steps, loops and barriers.
-        grid: `token` (one block a token) or `token_columns` (several blocks share a token's columns).
+        grid: `token` (one block a token), `token_columns` (several blocks share a token's columns) or `cluster`.
         shared_bytes: total of the buffers, set by the launch pass.
+        cluster: blocks that work on the same tokens through each other's shared memory; 1 for none.
+        tokens: most tokens of one cluster (their number is a run-time argument); 1 without one.
+        rows_per_warp: rows of fn a warp of a cluster holds at once.
         phases: names of the phases between time stamps, as `team: stage`; empty without stamps.
     """
 
@@ -226,11 +236,28 @@ class Kernel:
     grid: str = "token"
     shared_bytes: int = 0
     phases: tuple[str, ...] = ()
+    cluster: int = 1
+    tokens: int = 1
+    rows_per_warp: int = 0
 
     @property
     def threads(self) -> int:
         """Threads per block, every warp counted."""
         return 32 * self.warps
+
+    @property
+    def grid_text(self) -> str:
+        """The grid in terms of T, for people."""
+        if self.grid == "cluster":
+            return f"(ceil(T / per_cluster), {self.cluster}) in clusters of {self.cluster}"
+        if self.grid == "token_columns" and self.columns is not None:
+            return f"(T, {self.columns.blocks})"
+        return "(T)"
+
+    def tokens_per_cluster(self, tokens: int) -> int:
+        """How many tokens each cluster takes, so that all clusters are resident at once where that is possible."""
+        resident = max(1, RESIDENT_BLOCKS // self.cluster)
+        return max(1, min(self.tokens, -(-tokens // resident)))
 
     @property
     def own_mix_warp(self) -> bool:

@@ -9,8 +9,9 @@ reading files and printing are the command line's.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,15 @@ from mhcgen.plan import Options
 
 #: What each name is, in types. Numbers are checked by `configure` and the passes, which know their ranges.
 _TEXT = (
-    "model", "dtype", "functions", "sumsq", "projection", "scope", "quant", "fuse", "arch", "placement", "sync",
-    "slab", "mix_warp",
+    "model", "dtype", "functions", "sumsq", "projection", "scope", "exit", "quant", "fuse", "arch", "placement",
+    "sync", "slab", "mix_warp",
 )
-_NUMBER = ("streams", "hidden", "iters", "rms_eps", "hc_eps", "norm_eps", "threads")
-_SWITCH = ("norm", "quant_pow2", "scalar")
+_NUMBER = ("streams", "hidden", "layers", "iters", "rms_eps", "hc_eps", "norm_eps", "threads")
+_SWITCH = ("norm", "quant_pow2", "early_stop", "iterations_out", "scalar", "stamps")
 NAMES = (*_TEXT, *_NUMBER, *_SWITCH, "extra")
+
+#: Opaque readers between post and the next pre, in the order a Program has them.
+EXTRAS = ("engram", "tap")
 
 _CONFIG = {field.name for field in fields(Config)}
 
@@ -44,7 +48,8 @@ def request(**given: Any) -> tuple[Config, Options]:
 
     Presets and groups imply their Program: `pre-norm` a norm; `pre-norm-quant`, norm and q8; `site`, the scope
     site; `boundary` and `delayed`, the scope boundary; a group that names `norm`, `quant`, `project`, `post`,
-    `branch`, `engram` or `tap`, likewise. In a boundary the mixes are projected from the new streams.
+    `branch`, `engram` or `tap`, likewise; one that names `3.attn.post`, a trunk of four layers. In a boundary the
+    mixes are projected from the new streams.
 
     Example:
         >>> config, options = request(fuse="pre-norm", hidden=64)
@@ -58,20 +63,20 @@ def request(**given: Any) -> tuple[Config, Options]:
     _check_types(chosen)
     fuse = "".join(str(chosen.get("fuse", "none")).split())
     extra = _extra(chosen.pop("extra", ()))
-    wanted = {**_implied(fuse, extra, chosen), **chosen}
+    stages = _stages(fuse)
+    extra = tuple(name for name in EXTRAS if name in extra or name in stages)
+    wanted = {**_implied(fuse, stages, extra), **chosen}
     if wanted.get("scope") == "boundary":
         wanted.setdefault("projection", "fma")
     if wanted.get("quant", "none") != "none":
         wanted.setdefault("norm", True)
-    if "engram" in _stages(fuse) or "tap" in _stages(fuse):
-        extra = tuple(name for name in ("engram", "tap") if name in extra or name in _stages(fuse))
-    if extra and wanted.get("scope") != "boundary":
+    if extra and wanted.get("scope") not in ("boundary", "trunk"):
         raise UsageError(
             "U-WITH",
             f"{', '.join(extra)} stands between post and the next pre, and scope {wanted.get('scope', 'pre')} "
             "has no such place",
             where="--with",
-            hints=("use --scope boundary",),
+            hints=("use --scope boundary, or trunk",),
         )
     config_part = {name: value for name, value in wanted.items() if name in _CONFIG}
     try:
@@ -96,12 +101,12 @@ def _options(wanted: Mapping[str, Any]) -> Options:
 
 
 def _stages(fuse: str) -> set[str]:
-    return {name for group in fuse.split(",") for name in group.split("+")}
+    """Names in groups, without the site they belong to: `post` of `3.attn.post`."""
+    return {name.rpartition(".")[2] for name in re.split(r"[,+]", fuse)}
 
 
-def _implied(fuse: str, extra: tuple[str, ...], chosen: Mapping[str, Any]) -> dict[str, Any]:
+def _implied(fuse: str, stages: set[str], extra: tuple[str, ...]) -> dict[str, Any]:
     """What the fusion and the extra readers need that nobody spelled out."""
-    stages = _stages(fuse)
     found: dict[str, Any] = {}
     if fuse in ("pre-norm", "pre-norm-quant") or stages & {"norm", "quant"}:
         found["norm"] = True
@@ -109,27 +114,29 @@ def _implied(fuse: str, extra: tuple[str, ...], chosen: Mapping[str, Any]) -> di
         found["quant"] = "q8"
     if "project" in stages:
         found["projection"] = "fma"
-    if fuse == "site" or "branch" in stages:
+    layers = [int(layer) for layer in re.findall(r"(?:^|[,+])(\d{1,9})\.", fuse)]
+    if layers:
+        found |= {"scope": "trunk", "layers": max(layers) + 1}
+    elif fuse == "site" or "branch" in stages:
         found["scope"] = "site"
-    elif fuse in ("boundary", "delayed") or extra or stages & {"post", "engram", "tap"}:
+    elif fuse in ("boundary", "delayed") or extra or "post" in stages:
         found["scope"] = "boundary"
     return found
 
 
 def _extra(value: Any) -> tuple[str, ...]:
-    """The extra readers in Program order, each once; `engram,tap` and repetition both work."""
+    """The extra readers that were given; `engram,tap` and repetition both work."""
     given = [value] if isinstance(value, str) else list(value)
-    names = {part.strip() for item in given for part in str(item).split(",")} - {""}
-    known = ("engram", "tap")
-    unknown = sorted(names - set(known))
-    if unknown:
-        raise UsageError(
-            "U-WITH",
-            f"extra readers are {', '.join(known)}, got {unknown[0]!r}",
-            where="--with",
-            hints=(f"choose among {', '.join(known)}",),
-        )
-    return tuple(name for name in known if name in names)
+    names = [part.strip() for item in given for part in str(item).split(",")]
+    for name in names:
+        if name not in EXTRAS:
+            raise UsageError(
+                "U-WITH",
+                f"extra readers are {', '.join(EXTRAS)}, got {name!r}",
+                where="--with",
+                hints=(f"choose among {', '.join(EXTRAS)}",),
+            )
+    return tuple(names)
 
 
 def _check_types(chosen: Mapping[str, Any]) -> None:
@@ -165,33 +172,46 @@ def _check_types(chosen: Mapping[str, Any]) -> None:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The keys and values of a configuration file, JSON or TOML; keys are those of `NAMES`.
+    """The keys and values of a configuration file: a table of `NAMES`, or a topology (see `mhcgen.topology`).
+
+    A Hugging Face config.json, and a file with a table for each layer, give what all layers agree on.
 
     Raises:
-        InputError: `I-FILE`, the file is missing, unreadable or no table of names and values.
+        InputError: `I-CONFIG`, the file is missing, unreadable or no table of names and values.
     """
     import json
     import tomllib
 
+    toml = path.suffix.lower() == ".toml"
     try:
         text = path.read_text(encoding="utf-8")
-        loaded: object = tomllib.loads(text) if path.suffix.lower() == ".toml" else json.loads(text)
+        loaded: object = tomllib.loads(text) if toml else json.loads(text)
     except OSError as error:
-        raise InputError(
-            "I-FILE", f"cannot read the configuration: {error.strerror or error}", where=str(path),
-            hints=("name a JSON or TOML file that exists",),
-        ) from error
+        raise _bad(path, f"cannot be read: {error.strerror or error}", "name a file that exists") from error
     except (ValueError, RecursionError) as error:
-        kind = "TOML" if path.suffix.lower() == ".toml" else "JSON"
-        raise InputError(
-            "I-FILE", f"the configuration is not {kind}: {error}", where=str(path),
-            hints=("files that end in .toml are read as TOML, all others as JSON",),
-        ) from error
+        hint = "files that end in .toml are read as TOML, all others as JSON"
+        raise _bad(path, f"is not {'TOML' if toml else 'JSON'}: {error}", hint) from error
     if not isinstance(loaded, dict):
-        raise InputError(
-            "I-FILE", f"the configuration is a {type(loaded).__name__}, not a table of names and values",
-            where=str(path), hints=('write e.g. {"streams": 4, "hidden": 4096, "fuse": "pre"}',),
-        )
+        raise _bad(path, "is not a table of names and values", 'write e.g. {"streams": 4, "fuse": "pre"}')
+    if any(key in loaded for key in _FOREIGN) or isinstance(loaded.get("layers"), list):
+        return _topology(path)
     aliases = {"class": "functions", "with": "extra", "sinkhorn_iters": "iters"}
-    keys = {str(key): str(key).replace("-", "_") for key in loaded}
-    return {aliases.get(name, name): loaded[key] for key, name in keys.items()}
+    names = {key: key.replace("-", "_") for key in loaded}
+    return {aliases.get(name, name): loaded[key] for key, name in names.items()}
+
+
+#: Keys that only a model's own configuration has.
+_FOREIGN = ("model_type", "architectures", "text_config", "hidden_size", "hc_mult")
+
+
+def _topology(path: Path) -> dict[str, Any]:
+    from mhcgen.topology import read_topology
+
+    found = read_topology(path)
+    if found is None:
+        raise _bad(path, "describes a trunk without hyper-connections", "there is nothing to emit for it")
+    return asdict(found)
+
+
+def _bad(path: Path, what: str, hint: str) -> InputError:
+    return InputError("I-CONFIG", f"the configuration {what}", where=str(path), hints=(hint,))

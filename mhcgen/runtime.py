@@ -6,7 +6,7 @@ runner: the CPU executor, or CuPy on the caller's current stream and device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -54,6 +54,12 @@ class Runner(Protocol):
     def dtype_name(self, array: Any) -> str:
         """Its dtype as errors name it."""
 
+    def module(self, scalar: bool = False) -> Any:
+        """The compiled emission, or its twin with element loads; compiles the first time."""
+
+    def is_compiled(self, scalar: bool) -> bool:
+        """Whether `module(scalar)` has nothing left to compile."""
+
     def launch(
         self,
         kernel: Kernel,
@@ -97,6 +103,8 @@ class Module:
         self.launches: list[Launch] = []
         self.stamps: dict[str, Any] = {}
         self._order = launch_order(plan)
+        #: what a call writes to global memory, and allocates unless `out` gives it
+        self.outputs = tuple(t for t in self.program.of_role("value", "result") if self._is_global(t.name))
 
     # ---- calling --------------------------------------------------------------------------------
     def __call__(
@@ -127,8 +135,8 @@ class Module:
         for name, array in (out or {}).items():
             self._check_out(name, array, tokens, tensors)
             arrays[name] = array
-        for tensor in self.program.of_role("value", "result"):
-            if tensor.name not in arrays and self._is_global(tensor.name):
+        for tensor in self.outputs:
+            if tensor.name not in arrays:
                 arrays[tensor.name] = self.runner.empty(self.program.shape(tensor.name, tokens), tensor.dtype)
         self.launches = []
         for unit in self._order:
@@ -138,6 +146,21 @@ class Module:
                 self._launch(unit, arrays, tokens, dict(launch_options or {}))
         return {t.name: arrays[t.name] for t in self.program.of_role("result")}
 
+    def needs_compiling(self, **arrays: Any) -> bool:
+        """Whether a call with these arrays among its own would have to compile first; see `prepare`."""
+        return not self.runner.is_compiled(self._misaligned(arrays.values()))
+
+    def prepare(self, misaligned: bool = False) -> None:
+        """Compile now, so that no call has to: the emission, or its twin for arrays that are not 16-byte aligned.
+
+        Raises:
+            CompileError, EnvironmentFault: as the first call would.
+        """
+        self.runner.module(misaligned)
+
+    def _misaligned(self, arrays: Iterable[Any]) -> bool:
+        return any(self.runner.address(array) % VECTOR_ALIGNMENT for array in arrays)
+
     def _is_global(self, tensor: str) -> bool:
         """Whether any kernel has a pointer to it (opaque stages always do)."""
         opaque = any(tensor in (*s.reads, *s.writes) for s in self.program.stages_of_kind(*OPAQUE_KINDS))
@@ -146,15 +169,20 @@ class Module:
     def _launch(self, kernel: Kernel, arrays: dict[str, Any], tokens: int, options: dict[str, Any]) -> None:
         names = tensors_of(self.plan, kernel)
         args = [arrays[name] for name in names]
-        scalar = any(self.runner.address(array) % VECTOR_ALIGNMENT for array in args)
+        scalar = self._misaligned(args)
         blocks = kernel.columns.blocks if kernel.columns is not None else 1
         grid = (tokens, blocks)
         tail: list[Any] = [tokens]
+        if kernel.cluster > 1:
+            per_cluster = kernel.tokens_per_cluster(tokens)
+            grid = (-(-tokens // per_cluster), blocks)
+            tail = [per_cluster, tokens]
+            options["cluster"] = (1, kernel.cluster, 1)
         if kernel.phases:
             # One more stamp than phases for each team: where it starts.
             shape = (tokens, stamp_count(kernel), 2)
             self.stamps[kernel.name] = self.runner.empty(shape, "int64")
-            tail = [self.stamps[kernel.name], tokens]
+            tail = [self.stamps[kernel.name], *tail]
         written = tuple(
             p.name
             for p, name in zip(signature(self.plan, kernel).params, names, strict=False)
@@ -380,6 +408,10 @@ class HostRunner:
             self._modules[scalar] = host.HostModule(source, host_signatures, race=self.race, compiler=self.compiler)
         return self._modules[scalar]
 
+    def is_compiled(self, scalar: bool) -> bool:
+        """Whether `module(scalar)` has nothing left to compile."""
+        return scalar in self._modules
+
     def launch(
         self,
         kernel: Kernel,
@@ -467,6 +499,10 @@ class CudaRunner:
                 source = self._source
             self._modules[scalar] = self._cuda.CudaModule(source, signatures, compile=self._compile)
         return self._modules[scalar]
+
+    def is_compiled(self, scalar: bool) -> bool:
+        """Whether `module(scalar)` has nothing left to compile."""
+        return scalar in self._modules
 
     def launch(
         self,

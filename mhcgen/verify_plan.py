@@ -46,7 +46,9 @@ def threads_own_every_column(plan: Plan) -> Iterator[str]:
             continue
         if c.run & (c.run - 1) or c.run % c.chunk or c.chunk % c.vector or hidden % c.chunk:
             yield f"{kernel.name}: run {c.run}, chunk {c.chunk} and vector {c.vector} do not nest in H = {hidden}"
-        if kernel.data_warps * 32 * c.run * c.blocks < hidden:
+        # In a cluster every warp of a block has the block's columns, one run a lane.
+        warps = 1 if kernel.cluster > 1 else kernel.data_warps
+        if warps * 32 * c.run * c.blocks < hidden:
             yield f"{kernel.name}: {kernel.data_warps} warps of run {c.run} do not cover H = {hidden}"
 
 

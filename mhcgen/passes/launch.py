@@ -40,8 +40,7 @@ def launch(plan: Plan) -> Plan:
                 "split the group, or use a register placement",
             )
         plan = plan.with_kernel(index, replace(kernel, shared_bytes=total))
-        blocks = kernel.columns.blocks if kernel.columns is not None else 1
-        grid = f"grid (T, {blocks})" if kernel.grid == "token_columns" else "grid (T)"
+        grid = f"grid {kernel.grid_text}"
         plan = replace(
             plan,
             log=(

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mhcgen.backends.archs import parse_arch
 from mhcgen.errors import UsageError
 from mhcgen.ir import Program, Stage
 from mhcgen.log import Decision, LogEntry
@@ -108,6 +109,9 @@ def _geometry(plan: Plan, kernel: Kernel, stages: tuple[Stage, ...], log: list[L
     chunk = _chunk(plan.program)
     if not mixes and not any(kind in REDUCING for kind in kinds):
         return _pointwise(plan, kernel, chunk, log)
+    clustered = _cluster_geometry(plan, kernel, kinds, chunk, log)
+    if clustered is not None:
+        return clustered
     slab = _slab_geometry(plan, kernel, stages, chunk, log)
     if slab is not None:
         return slab
@@ -159,6 +163,93 @@ def _pointwise(plan: Plan, kernel: Kernel, chunk: int, log: list[LogEntry]) -> K
         columns=_columns(plan, chunk, chunk, blocks),
         grid="token_columns",
     )
+
+
+#: Kinds whose steps exist for clusters (mhcgen.steps.cluster and the lanes of the leader).
+CLUSTER_KINDS = frozenset(("post", "project", "rowsq", "gates", "sinkhorn", "collapse", "norm", "quant"))
+#: Most blocks of a cluster; above 8 the launch asks for the non-portable size.
+MAX_CLUSTER = 16
+#: Most tokens a cluster works on at once: one a warp, and their streams fit static shared memory.
+MAX_CLUSTER_TOKENS = 8
+#: Registers of a thread beside the rows of fn and the streams it holds.
+CLUSTER_REGISTERS = 28
+
+
+def _cluster_geometry(plan: Plan, kernel: Kernel, kinds: set[str], chunk: int, log: list[LogEntry]) -> Kernel | None:
+    """Geometry with a token's columns over the blocks of a cluster; None where it is not wanted or not possible.
+
+    Only a projection is worth it: its fn is n(2+n) times as large as the streams, so several SMs must read it.
+    """
+    options, program = plan.options, plan.program
+    most = 1 if options.cluster is None else options.cluster
+    wanted = options.cluster is not None and options.cluster > 1
+    reason = ""
+    if most == 1 or "project" not in kinds or not kinds <= CLUSTER_KINDS:
+        reason = "only a kernel with a projection uses a cluster"
+    elif not {"rowsq", "gates"} <= kinds:
+        reason = "the leader of a token needs rowsq and gates in the kernel"
+    elif not parse_arch(options.arch).facts.has_cluster:
+        reason = f"{options.arch} has no clusters"
+    elif options.slab == "registers" or options.sync == "block":
+        reason = "a slab in one block's registers, or block barriers, were asked for"
+    if reason:
+        if wanted:
+            raise refuse("place", "P-CLUSTER", kernel.name, reason, "leave --cluster out")
+        return None
+    n, hidden = program.dim("n"), program.dim("H")
+    run = chunk
+    while -(-hidden // (32 * run)) > most:
+        run *= 2
+    blocks = -(-hidden // (32 * run))
+    fit = _cluster_warps(n, run, chunk, program.dim("R"), options.threads)
+    group = max((s.attr("group") for s in plan.kernel_stages(kernel) if s.kind == "quant"), default=1)
+    if blocks == 1 or fit is None or group > 32 * run:
+        if wanted:
+            raise refuse(
+                "place",
+                "P-CLUSTER",
+                kernel.name,
+                f"{run} columns a lane do not fit the registers, or the columns need one block only",
+                "leave --cluster out",
+            )
+        return None
+    warps, rows = fit
+    itemsize = ITEMSIZE[next(t.dtype for t in program.tensors if t.shape == ("T", "n", "H"))]
+    tokens = min(blocks, warps, MAX_CLUSTER_TOKENS)
+    kept = n * 32 * run * itemsize if "post" in kinds else 0
+    while tokens > 1 and tokens * kept > 40 * 1024:
+        tokens //= 2
+    log.append(
+        Decision(
+            "place",
+            kernel.name,
+            f"a cluster of {blocks} blocks for up to {tokens} tokens, {run} columns a lane, {rows} rows of fn a warp",
+            "fn is far larger than the streams: its columns are spread over several SMs, and each row is "
+            "read once for all tokens of the cluster",
+        )
+    )
+    return replace(
+        kernel,
+        data_warps=warps,
+        mix_warp=warps,
+        warps=warps + 1,
+        columns=_columns(plan, run, chunk, blocks),
+        grid="cluster",
+        cluster=blocks,
+        tokens=tokens,
+        rows_per_warp=rows,
+    )
+
+
+def _cluster_warps(n: int, run: int, chunk: int, rows: int, threads: int | None) -> tuple[int, int] | None:
+    """(data warps, rows of fn a warp holds) whose registers fit; one warp more than the rows need, for the squares."""
+    for rows_per_warp in (2, 1):
+        for warps in (12, 8, 6, 4, 2):
+            data = min(warps, -(-rows // rows_per_warp)) + 1 if threads is None else threads // 32 - 1
+            need = rows_per_warp * n * run + n * chunk + CLUSTER_REGISTERS
+            if data >= 1 and need <= registers_per_thread(data + 1):
+                return data, rows_per_warp
+    return None
 
 
 def _slab_streams(plan: Plan, kernel: Kernel, stages: tuple[Stage, ...]) -> tuple[str, ...]:

@@ -97,7 +97,7 @@ def _step(kernel: Kernel, team: str, index: int, count: int) -> Step:
     return Step(
         name=f"stamp.{index}",
         stage="",
-        template="stamp",
+        template="stamp_leader" if kernel.cluster > 1 else "stamp",
         team=team,
-        fields=(("count", count), ("index", index), ("thread", thread)),
+        fields=(("index", index), ("stamps_of", count), ("thread", thread)),
     )

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mhcgen.hazards import walk_hazards, with_reasons
+from mhcgen.hazards import STRENGTH, walk_hazards, with_reasons
 from mhcgen.log import Decision, LogEntry
 from mhcgen.plan import Kernel, Plan
 
@@ -35,7 +35,12 @@ def sync(plan: Plan) -> Plan:
     return replace(plan, kernels=tuple(kernels), log=tuple(log))
 
 
-PRIMITIVE = {"warp": "__syncwarp()", "data": "barrier of the data warps", "block": "__syncthreads()"}
+PRIMITIVE = {
+    "warp": "__syncwarp()",
+    "data": "barrier of the data warps",
+    "block": "__syncthreads()",
+    "cluster": "cluster barrier",
+}
 
 
 def _explain(plan: Plan, kernel: Kernel) -> list[LogEntry]:
@@ -62,11 +67,12 @@ def _explain(plan: Plan, kernel: Kernel) -> list[LogEntry]:
     if not syncs:
         entries.append(Decision("sync", kernel.name, "no barrier", "no two threads touch the same memory"))
     for barrier in syncs:
-        weakest = max((hazard.scope for hazard in barrier.because), key=lambda s: ("warp", "data", "block").index(s))
+        weakest = max((hazard.scope for hazard in barrier.because), key=STRENGTH.__getitem__)
         because = {
             "warp": "every access is in one warp",
             "data": "only data warps touch it, and the mix warp must not be kept waiting",
             "block": "the accesses cross warps",
+            "cluster": "the accesses cross blocks of the cluster",
         }[weakest]
         if weakest != barrier.scope:
             because = f"asked for ({PRIMITIVE[weakest]} would do: {because})"

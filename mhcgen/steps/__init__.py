@@ -9,7 +9,7 @@ import networkx as nx
 
 from mhcgen.ir import Stage
 from mhcgen.plan import Buffer, Kernel, Plan
-from mhcgen.steps import column, mix, sinkhorn
+from mhcgen.steps import cluster, column, mix, sinkhorn
 from mhcgen.steps.context import Context
 
 Expand = Callable[[Context, Stage], None]
@@ -26,6 +26,20 @@ EXPANDERS: dict[str, Expand] = {
     "quant": column.quant,
     "post": column.post,
     "mean": column.mean,
+}
+
+
+ClusterExpand = Callable[[cluster.ClusterContext, Stage], None]
+
+CLUSTER_EXPANDERS: dict[str, ClusterExpand] = {
+    "project": cluster.project,
+    "rowsq": cluster.rowsq,
+    "gates": cluster.gates,
+    "sinkhorn": sinkhorn.sinkhorn,
+    "collapse": cluster.collapse,
+    "norm": cluster.norm,
+    "quant": cluster.quant,
+    "post": cluster.post,
 }
 
 
@@ -47,9 +61,20 @@ def stage_order(plan: Plan, kernel: Kernel) -> tuple[str, ...]:
 def expand_kernel(plan: Plan, kernel: Kernel) -> Kernel:
     """The kernel with its body of steps and its shared buffers; no barriers yet."""
     kernel = replace(kernel, stages=stage_order(plan, kernel))
-    context = Context(plan, kernel)
-    context.load_slab()
-    for stage in plan.kernel_stages(kernel):
-        EXPANDERS[stage.kind](context, stage)
+    if kernel.cluster > 1:
+        context: Context = _expand_cluster(plan, kernel)
+    else:
+        context = Context(plan, kernel)
+        context.load_slab()
+        for stage in plan.kernel_stages(kernel):
+            EXPANDERS[stage.kind](context, stage)
     buffers: tuple[Buffer, ...] = tuple(context.buffers[name] for name in sorted(context.buffers))
     return replace(kernel, body=(*context.early, *context.body), buffers=buffers)
+
+
+def _expand_cluster(plan: Plan, kernel: Kernel) -> Context:
+    context = cluster.ClusterContext(plan, kernel)
+    for stage in plan.kernel_stages(kernel):
+        CLUSTER_EXPANDERS[stage.kind](context, stage)
+    context.flush()
+    return context

@@ -35,7 +35,7 @@ def gate_declares(context: Context) -> Declare:
 
 def rowsq(context: Context, stage: Stage) -> None:
     """Sum of squares over the slab, inverse RMS, and the rescale of the mixes."""
-    x, mixes, scaled = stage.operand("x"), stage.operand("mixes"), stage.result("mixes_scaled")
+    x = stage.operand("x")
     acc = {"fp32": "float", "fp64": "double"}[stage.attr("acc")]
     part = context.share(f"s_{identifier(stage.name)}_part", acc, context.kernel.data_warps)
     source, reads, declares = context.streams(x)
@@ -67,6 +67,12 @@ def rowsq(context: Context, stage: Stage) -> None:
         count=count,
         eps=stage.attr("eps"),
     )
+    rescale(context, stage)
+
+
+def rescale(context: Context, stage: Stage) -> None:
+    """Multiply the mixes by the inverse RMS, in the lanes that will use them or in memory."""
+    mixes, scaled = stage.operand("mixes"), stage.result("mixes_scaled")
     if context.place(scaled).space == "lane":
         _fetch_mixes(context, stage, mixes)
         context.step(

@@ -1,0 +1,114 @@
+"""Writing files so that nobody ever sees half of one: aside first, then renamed into place."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from mhcgen.errors import EnvironmentFault, InputError
+
+_PART = ".mhcgen-part"
+
+#: What test runners leave in a folder; it belongs to nobody.
+LITTER = ("__pycache__", ".pytest_cache")
+
+
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write one file; whatever was there stays whole until the new one is.
+
+    Raises:
+        EnvironmentFault: `E-WRITE`.
+    """
+    aside = _aside(path)
+    try:
+        _write(aside, content)
+        aside.replace(path)
+    except OSError as error:
+        raise _fault(path, error) from error
+    finally:
+        with contextlib.suppress(OSError):
+            aside.unlink()
+
+
+def write_folder(folder: Path, texts: Mapping[str, str], *, ours: bool, force: bool = False) -> None:
+    """Write the files of a folder: a new folder in one rename, an existing one file by file, the last file last.
+
+    Files of other names are left alone.
+
+    Args:
+        folder: where; missing parents are made.
+        texts: file name to text. The last one vouches for the others.
+        ours: whether the folder, if it exists, was made by mhcgen (see `strangers`).
+        force: write into a folder that was not.
+
+    Raises:
+        InputError: `I-EXISTS`, the folder is not ours and force is not given, or there is a file of that name.
+        EnvironmentFault: `E-WRITE`.
+    """
+    folder = folder.absolute()
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise InputError(
+            "I-EXISTS", "there is a file of that name, and a folder is to be written", where=str(folder),
+            hints=("name a folder, or remove the file",),
+        )
+    if folder.is_dir() and not ours and not force:
+        raise InputError(
+            "I-EXISTS", "the folder holds files that mhcgen did not make", where=str(folder),
+            notes=tuple(sorted(entry.name for entry in folder.iterdir())[:3]),
+            hints=("name another folder, or give --force to write into this one; other files stay",),
+        )
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if folder.is_dir():
+            _refresh(folder, texts)
+        else:
+            _create(folder, texts)
+    except OSError as error:
+        raise _fault(folder, error) from error
+
+
+def strangers(folder: Path, known: Collection[str]) -> list[str]:
+    """Names in an existing folder that are neither `known` nor litter, sorted."""
+    return sorted(entry.name for entry in folder.iterdir() if entry.name not in known and entry.name not in LITTER)
+
+
+def _create(folder: Path, texts: Mapping[str, str]) -> None:
+    aside = _aside(folder)
+    try:
+        aside.mkdir()
+        for name, text in texts.items():
+            _write(aside / name, text)
+        aside.rename(folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _refresh(folder: Path, texts: Mapping[str, str]) -> None:
+    asides = {name: _aside(folder / name) for name in texts}
+    try:
+        for name, text in texts.items():
+            _write(asides[name], text)
+        for name, aside in asides.items():
+            aside.replace(folder / name)
+    finally:
+        for aside in asides.values():
+            with contextlib.suppress(OSError):
+                aside.unlink()
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}{_PART}-{os.getpid()}")
+
+
+def _write(path: Path, content: str | bytes) -> None:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def _fault(path: Path, error: OSError) -> EnvironmentFault:
+    return EnvironmentFault(
+        "E-WRITE", f"cannot be written: {error.strerror or error}", where=str(path),
+        hints=("name a place that you may write and that has room",),
+    )

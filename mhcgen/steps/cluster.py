@@ -1,0 +1,321 @@
+"""A cluster of blocks works on a few tokens: block b owns a slice of the columns, block k leads token k.
+
+```
+block b   dots of its slice for every token  ──send──>  block k: totals, gates, Sinkhorn of token k
+block k   pre gates of token k               ──send──>  every block: collapse of its slice
+```
+Slices are aligned runs of 2^k columns, so the sums keep the one tree of mhcgen.arithmetic. The rows of fn are
+spread over the warps and stay in registers for all tokens of the cluster.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mhcgen.ir import Stage
+from mhcgen.plan import Access, Declare, Node
+from mhcgen.steps import mix
+from mhcgen.steps.column import levels
+from mhcgen.steps.context import Context, identifier
+
+
+class ClusterContext(Context):
+    """Adds the order of a cluster's exchanges: all partial sums, then all sends, then all totals."""
+
+    def __init__(self, plan: Any, kernel: Any) -> None:
+        super().__init__(plan, kernel)
+        self.sends: list[Node] = []
+        self.totals: list[Node] = []
+        self.started = False
+
+    def first_row(self, tensor: str) -> str:
+        """Pointer to the cluster's first token of a global tensor."""
+        return f"{identifier(tensor)}_c"
+
+    def streams_of(self, tensor: str) -> tuple[dict[str, Any], tuple[Access, ...]]:
+        """Fields and accesses of a step that reads chunks of the streams of token k."""
+        dtype = self.dtype(tensor)
+        if self.plan.made_in(self.kernel, tensor):
+            fields = {
+                "streams_from": f"columns/cluster_streams_from_shared_{dtype}.cu.j2",
+                "streams": self.shared(tensor),
+                "width": 32 * self.columns.run,
+            }
+            return fields, (Access(self.shared(tensor), False),)
+        fields = {
+            "streams_from": f"columns/cluster_streams_from_global_{dtype}.cu.j2",
+            "streams": self.first_row(tensor),
+        }
+        return fields, ()
+
+    def slice_fields(self) -> dict[str, Any]:
+        """Fields every column step of a cluster has."""
+        c = self.columns
+        return {"chunk": c.chunk, "chunks": c.chunks, "hidden": self.hidden, "first": "column_first"}
+
+    def flush(self) -> None:
+        """Everything is summed up locally: exchange it, and add up what came."""
+        if not self.sends:
+            return
+        first = self.sends[0]
+        if not self.started:
+            self.started = True
+            stage = self.program.stage(getattr(first, "stage", ""))
+            self.step(stage, "start", "cluster_arrive", "all", early=True)
+            self.step(stage, "started", "cluster_wait", "all")
+        self.body += [*self.sends, *self.totals]
+        self.sends, self.totals = [], []
+
+
+def project(context: ClusterContext, stage: Stage) -> None:
+    """mixes[t,r] = fn[r] . x[t], each block its slice of the columns."""
+    x, mixes = stage.operand("x"), stage.result("mixes")
+    kernel, c = context.kernel, context.columns
+    rows = context.elements(mixes)
+    part = context.share(f"s_{identifier(mixes)}_part", "float", kernel.tokens * rows)
+    ranks = context.share(f"s_{identifier(mixes)}_ranks", "float", rows * kernel.cluster)
+    source, reads = context.streams_of(x)
+    context.step(
+        stage,
+        "partial",
+        "cluster_project_partial",
+        "data",
+        (*reads, Access(part, True)),
+        part=part,
+        fn=context.row(stage.operand("fn")),
+        n=context.n,
+        rows=rows,
+        rows_per_warp=kernel.rows_per_warp,
+        rows_per_pass=kernel.rows_per_warp * kernel.data_warps,
+        row_length=context.n * context.hidden,
+        levels=levels(c.chunks),
+        **source,
+        **context.slice_fields(),
+    )
+    context.step(
+        stage,
+        "send",
+        "cluster_project_send",
+        "data",
+        (Access(part, False), Access(ranks, True, remote=True)),
+        into=context.sends,
+        part=part,
+        ranks=ranks,
+        rows=rows,
+        cluster=kernel.cluster,
+        warps=kernel.data_warps,
+    )
+    context.step(
+        stage,
+        "total",
+        "cluster_project_total",
+        "mix",
+        (Access(ranks, False), *context.small_accesses(mixes)),
+        into=context.totals,
+        ranks=ranks,
+        rows=rows,
+        cluster=kernel.cluster,
+        targets=context.small_targets(mixes),
+    )
+
+
+def rowsq(context: ClusterContext, stage: Stage) -> None:
+    """Sum of squares, each block its slice; the leader of a token takes the inverse RMS and rescales."""
+    kernel, c = context.kernel, context.columns
+    acc = {"fp32": "float", "fp64": "double"}[stage.attr("acc")]
+    part = context.share(f"s_{identifier(stage.name)}_part", acc, kernel.tokens)
+    ranks = context.share(f"s_{identifier(stage.name)}_ranks", acc, kernel.cluster)
+    source, reads = context.streams_of(stage.operand("x"))
+    context.step(
+        stage,
+        "partial",
+        "cluster_sumsq_partial",
+        "data",
+        (*reads, Access(part, True)),
+        part=part,
+        acc=acc,
+        n=context.n,
+        levels=levels(c.chunks),
+        last_warp=kernel.data_warps - 1,
+        warps=kernel.data_warps,
+        **source,
+        **context.slice_fields(),
+    )
+    context.step(
+        stage,
+        "send",
+        "cluster_sumsq_send",
+        "data",
+        (Access(part, False), Access(ranks, True, remote=True)),
+        into=context.sends,
+        part=part,
+        ranks=ranks,
+        warps=kernel.data_warps,
+    )
+    context.step(
+        stage,
+        "inverse",
+        "cluster_sumsq_total",
+        "mix",
+        (Access(ranks, False),),
+        (context.declare("inverse_rms"),),
+        into=context.totals,
+        ranks=ranks,
+        acc=acc,
+        cluster=kernel.cluster,
+        count_of=context.n * context.hidden,
+        eps=stage.attr("eps"),
+    )
+    context.flush()
+    mix.rescale(context, stage)
+
+
+def gates(context: ClusterContext, stage: Stage) -> None:
+    """The leader's gates, and its pre gates to every block where the collapse is in this kernel."""
+    context.flush()
+    mix.gates(context, stage)
+    pre = stage.result("pre")
+    if context.place(pre).space != "shared":
+        return
+    kernel = context.kernel
+    ranks = context.share(f"{context.shared(pre)}_ranks", "float", kernel.tokens * context.n)
+    context.step(
+        stage,
+        "send",
+        "cluster_gates_send",
+        "mix",
+        (Access(context.shared(pre), False), Access(ranks, True, remote=True)),
+        ranks=ranks,
+        source=context.shared(pre),
+        cluster=kernel.cluster,
+        n=context.n,
+    )
+
+
+def _column_sinks(
+    context: ClusterContext, tensor: str
+) -> tuple[dict[str, Any], tuple[Access, ...], tuple[Declare, ...]]:
+    fields, accesses, declares = context.column_sinks(tensor)
+    swap = {"columns/column_to_global.cu.j2": "columns/cluster_column_to_global.cu.j2"}
+    fields["sinks"] = tuple(swap.get(sink, sink) for sink in fields["sinks"])
+    fields["out"] = context.first_row(tensor)
+    return fields, accesses, declares
+
+
+def collapse(context: ClusterContext, stage: Stage) -> None:
+    """y[t,h] = sum_c pre[t,c] x[t,c,h], each block its slice, one token a warp."""
+    pre = stage.operand("pre")
+    source, reads = context.streams_of(stage.operand("x"))
+    sinks, writes, declares = _column_sinks(context, stage.result("y"))
+    inside = context.plan.made_in(context.kernel, pre)
+    name = f"{context.shared(pre)}_ranks" if inside else context.first_row(pre)
+    reads += (Access(name, False),) * inside
+    context.step(
+        stage,
+        "columns",
+        "cluster_collapse",
+        "data",
+        (*reads, *writes),
+        declares,
+        pre=name,
+        n=context.n,
+        **source,
+        **sinks,
+        **context.slice_fields(),
+    )
+
+
+def norm(context: ClusterContext, stage: Stage) -> None:
+    """RMSNorm of y: each block's partial sum goes to all blocks, which add up the same total."""
+    kernel, c = context.kernel, context.columns
+    acc = {"fp32": "float", "fp64": "double"}[stage.attr("acc")]
+    ranks = context.share(f"s_{identifier(stage.name)}_ranks", acc, kernel.tokens * kernel.cluster)
+    source, reads, declares = context.column_source(stage.operand("y"))
+    context.step(
+        stage,
+        "partial",
+        "cluster_norm_partial",
+        "data",
+        (*reads, Access(ranks, True, remote=True)),
+        declares,
+        ranks=ranks,
+        acc=acc,
+        cluster=kernel.cluster,
+        levels=levels(c.chunks),
+        **source,
+        **context.slice_fields(),
+    )
+    sinks, writes, more = _column_sinks(context, stage.result("z"))
+    weighted = any(slot == "weight" for slot, _ in stage.operands)
+    weight: dict[str, Any] = {"weight": context.row(stage.operand("weight"))} if weighted else {}
+    context.step(
+        stage,
+        "apply",
+        "cluster_norm_apply_weight" if weighted else "cluster_norm_apply",
+        "data",
+        (*reads, Access(ranks, False), *writes),
+        declares + more,
+        ranks=ranks,
+        acc=acc,
+        cluster=kernel.cluster,
+        eps=stage.attr("eps"),
+        **weight,
+        **source,
+        **sinks,
+        **context.slice_fields(),
+    )
+
+
+def quant(context: ClusterContext, stage: Stage) -> None:
+    """q = round(z / scale); a group lies within one block's slice and one warp."""
+    group, run = stage.attr("group"), context.columns.run
+    source, reads, declares = context.column_source(stage.operand("z"))
+    scheme = stage.attr("scheme") + ("_pow2" if stage.attr("pow2") else "")
+    context.step(
+        stage,
+        "columns",
+        "cluster_quant",
+        "data",
+        reads,
+        declares,
+        group=group,
+        groups=-(-context.hidden // group),
+        lanes=max(1, group // run),
+        quantise=f"mhc_quantise_{stage.attr('scheme')}",
+        scale_of=f"mhc_scale_{scheme}",
+        store=f"mhc_store_{context.dtype(stage.result('q'))}",
+        q=context.first_row(stage.result("q")),
+        q_scale=context.first_row(stage.result("q_scale")),
+        q_type={"q8": "signed char", "fp8": "unsigned char"}[stage.attr("scheme")],
+        **source,
+        **context.slice_fields(),
+    )
+
+
+def post(context: ClusterContext, stage: Stage) -> None:
+    """x_next of the slice, to global memory and to shared memory, where the next stages read it."""
+    target, x = stage.result("x_next"), stage.operand("x")
+    kernel, c = context.kernel, context.columns
+    source, reads = context.streams_of(x)
+    keep = context.share(context.shared(target), context.dtype(target), kernel.tokens * context.n * 32 * c.run)
+    dtype = context.dtype(target)
+    fields = {**source, "width": 32 * c.run}
+    context.step(
+        stage,
+        "columns",
+        "cluster_post",
+        "data",
+        (*reads, Access(keep, True), Access(f"global:{target}", True, own=True)),
+        post=context.first_row(stage.operand("post")),
+        comb=context.first_row(stage.operand("comb")),
+        branch=context.first_row(stage.operand("f")),
+        n=context.n,
+        warps=kernel.data_warps,
+        out=context.first_row(target),
+        keep=keep,
+        dtype=dtype,
+        store=f"mhc_store_{dtype}",
+        round=f"mhc_round_{dtype}",
+        **fields,
+        **context.slice_fields(),
+    )
