@@ -147,8 +147,8 @@ class Module:
         return {t.name: arrays[t.name] for t in self.program.of_role("result")}
 
     def needs_compiling(self, **arrays: Any) -> bool:
-        """Whether a call with these arrays among its own would have to compile first; see `prepare`."""
-        return not self.runner.is_compiled(self._misaligned(arrays.values()))
+        """Whether a call with these arrays among its own may have to compile first; see `prepare`."""
+        return not all(self.runner.is_compiled(twin) for twin in {False, self._misaligned(arrays.values())})
 
     def prepare(self, misaligned: bool = False) -> None:
         """Compile now, so that no call has to: the emission, or its twin for arrays that are not 16-byte aligned.
