@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from mhcgen.errors import ProgramError
-from mhcgen.ir import DTYPES, ROLES, Dim, Program
+from mhcgen.ir import DTYPES, ROLES, Dim, Program, Stage
 from mhcgen.stages import KINDS, LOCAL
 
 Rule = Callable[[Program], Iterator[str]]
@@ -129,6 +129,38 @@ def dtypes_and_roles_are_known(program: Program) -> Iterator[str]:
             yield f"tensor {tensor.name} has unknown role {tensor.role}"
 
 
+def dtypes_fit_the_slots(program: Program) -> Iterator[str]:
+    """Columns and streams are of a float dtype, codes of their scheme's, counts integers; all else is fp32.
+
+    Coefficients and weights in a narrow dtype would be widened by whoever reads them, each in its own way.
+    """
+    by_name = {tensor.name: tensor for tensor in program.tensors}
+    for stage in program.stages:
+        kind = KINDS.get(stage.kind)
+        if kind is None:
+            continue
+        shapes = {slot.rstrip("?"): shape for slot, shape in (*kind.operands, *kind.results)}
+        for slot, name in (*stage.operands, *stage.results):
+            tensor, shape = by_name.get(name), shapes.get(slot)
+            if tensor is None or shape is None or tensor.dtype not in DTYPES:
+                continue
+            fitting = _fitting(stage, slot, shape)
+            if tensor.dtype not in fitting:
+                yield (
+                    f"stage {stage.name}: {slot} is {name} of dtype {tensor.dtype}, "
+                    f"and only {' or '.join((', '.join(fitting[:-1]), fitting[-1])) if fitting[1:] else fitting[0]} "
+                    "fits there"
+                )
+
+
+def _fitting(stage: Stage, slot: str, shape: tuple[Dim, ...]) -> tuple[str, ...]:
+    if slot == "q":
+        return ("fp8_e4m3",) if dict(stage.attrs).get("scheme") == "fp8" else ("int8",)
+    if slot == "iterations":
+        return ("int32",)
+    return ("fp32", "bf16", "fp16") if shape[0] == "T" and shape[-1] == "H" else ("fp32",)
+
+
 def stages_are_in_a_topological_order(program: Program) -> Iterator[str]:
     """A stage reads only what is given or was written before it (so there is no cycle)."""
     written: set[str] = set()
@@ -156,6 +188,7 @@ RULES: tuple[Rule, ...] = (
     every_value_is_used,
     shapes_agree_with_the_kinds,
     dtypes_and_roles_are_known,
+    dtypes_fit_the_slots,
     stages_are_in_a_topological_order,
     a_program_has_results,
 )
