@@ -47,6 +47,8 @@ _HUGGING_FACE = {
 }
 #: Keys that say a trunk has hyper-connections.
 _MARKS = ("hc_mult", "hc_sinkhorn_iters", "hc_eps")
+#: Keys by which a JSON file is known for a Hugging Face configuration.
+_THEIRS = ("model_type", "architectures", "text_config", "hidden_size", "num_hidden_layers", "hc_mult")
 #: Names of models (`model_type`, `architectures`, lower case) to ours. DeepSeek-V4.1 is another arithmetic.
 _MODELS = (
     (re.compile(r"deepseek_?v4(?!\d|[._]\d|p\d)"), "deepseek-v4"),
@@ -110,7 +112,7 @@ def read_topology(path: str | Path, *, model: str | None = None, exit: str | Non
     """
     file = Path(path)
     table = _read(file)
-    own = file.suffix.lower() == ".toml" or ("streams" in table and not _marked(table))
+    own = file.suffix.lower() == ".toml" or not any(key in table for key in _THEIRS)
     return topology_of(table, str(file), own=own, model=model, exit=exit)
 
 
