@@ -114,6 +114,8 @@ def norm(context: Context, stage: Stage) -> None:
     y = stage.operand("y")
     acc = {"fp32": "float", "fp64": "double"}[stage.attr("acc")]
     part = context.share(f"s_{identifier(stage.name)}_part", acc, context.kernel.data_warps)
+    # With one data warp, lane 0 alone writes the one partial sum and reads it.
+    own = context.kernel.data_warps == 1
     source, reads, declares = context.column_source(y)
     fields = context.column_fields()
     context.step(
@@ -121,7 +123,7 @@ def norm(context: Context, stage: Stage) -> None:
         "partial",
         "norm_partial",
         "data",
-        (*reads, Access(part, True)),
+        (*reads, Access(part, True, own=own)),
         declares,
         part=part,
         acc=acc,
@@ -137,7 +139,7 @@ def norm(context: Context, stage: Stage) -> None:
         "apply",
         "norm_apply_weight" if weighted else "norm_apply",
         "data",
-        (*reads, Access(part, False), *writes),
+        (*reads, Access(part, False, own=own), *writes),
         declares + more,
         part=part,
         acc=acc,

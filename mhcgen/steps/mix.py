@@ -38,13 +38,15 @@ def rowsq(context: Context, stage: Stage) -> None:
     x = stage.operand("x")
     acc = {"fp32": "float", "fp64": "double"}[stage.attr("acc")]
     part = context.share(f"s_{identifier(stage.name)}_part", acc, context.kernel.data_warps)
+    # In a block of one warp, lane 0 alone writes the one partial sum and reads it.
+    own = context.kernel.warps == 1
     source, reads, declares = context.streams(x)
     context.step(
         stage,
         "partial",
         "sumsq_partial",
         "data",
-        (*reads, Access(part, True)),
+        (*reads, Access(part, True, own=own)),
         declares,
         part=part,
         acc=acc,
@@ -59,7 +61,7 @@ def rowsq(context: Context, stage: Stage) -> None:
         "inverse",
         "sumsq_total",
         "mix",
-        (Access(part, False),),
+        (Access(part, False, own=own),),
         (context.declare("inverse_rms"),),
         part=part,
         acc=acc,
