@@ -138,7 +138,7 @@ def _locate(path: Path) -> Path:
     if not path.is_file():
         raise _bad_file(path, "there is no such file", "name a .safetensors or .npz file")
     if path.suffix not in (".safetensors", ".npz") and not path.name.endswith(".index.json"):
-        raise _bad_file(path, f"files of kind {path.suffix or path.name!r} are not read", "use .safetensors or .npz")
+        raise _bad_file(path, f"a file of kind {path.suffix or path.name} is not read", "use .safetensors or .npz")
     return path
 
 
@@ -148,9 +148,14 @@ class _Npz:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._arrays = np.load(path, allow_pickle=False)
-        except (OSError, ValueError, zipfile.BadZipFile) as fault:
+            loaded = np.load(path, allow_pickle=False)
+        except (OSError, EOFError, ValueError, zipfile.BadZipFile) as fault:
             raise _bad_file(path, f"the archive cannot be read: {fault}", "write it with numpy.savez") from fault
+        if not isinstance(loaded, np.lib.npyio.NpzFile):
+            raise _bad_file(
+                path, "the file holds one array, not an archive of named ones", "write it with numpy.savez"
+            )
+        self._arrays = loaded
 
     def names(self) -> tuple[str, ...]:
         return tuple(self._arrays.files)
@@ -158,7 +163,7 @@ class _Npz:
     def read(self, name: str) -> npt.NDArray[Any]:
         try:
             array: npt.NDArray[Any] = self._arrays[name]
-        except (OSError, ValueError, zipfile.BadZipFile) as fault:
+        except (OSError, EOFError, ValueError, zipfile.BadZipFile) as fault:
             raise _bad_file(self.path, f"{name} cannot be read: {fault}", "store plain numbers") from fault
         return array
 
@@ -253,12 +258,11 @@ def find_spelling(weights: WeightFile) -> Spelling:
     Raises:
         InputError: `I-SPELLING`, none or more than one fits.
     """
-    found = {
-        spelling.name: (spelling, name)
-        for spelling, pattern in _PATTERNS
-        for name in weights.names
-        if pattern.fullmatch(name)
-    }
+    found: dict[str, tuple[Spelling, str]] = {}
+    for spelling, pattern in _PATTERNS:
+        first = next((name for name in weights.names if pattern.fullmatch(name)), None)
+        if first is not None:
+            found[spelling.name] = (spelling, first)
     if len(found) == 1:
         ((spelling, _),) = found.values()
         return spelling
@@ -418,7 +422,7 @@ def _parameter(weights: WeightFile, name: str, wanted: tuple[int, ...]) -> Array
             where=str(weights.path),
             hints=turned,
         )
-    if array.dtype not in (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)):
+    if array.dtype.name not in ("float32", "bfloat16"):
         raise _wrong_dtype(name, array.dtype.name)
     return np.ascontiguousarray(array.astype(np.float32)).reshape(wanted)
 
