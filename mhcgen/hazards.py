@@ -42,7 +42,7 @@ def scope_between(kernel: Kernel, first: str, second: str) -> tuple[str, str]:
     a, b = kernel.team(first), kernel.team(second)
     warps = set(range(a.first_warp, a.last_warp + 1)) | set(range(b.first_warp, b.last_warp + 1))
     if len(warps) == 1:
-        return "warp", second
+        return "warp", "all" if kernel.warps == 1 else second
     if first == second == "data" and kernel.own_mix_warp:
         return "data", "data"
     return "block", "all"
