@@ -1,0 +1,182 @@
+"""The smallest valid Programs, every field of which a test can override.
+
+`program()` is one `mean` stage. `program(stage("rowsq"), stage("gates"))` joins stages by the names of their
+slots: a result named like a later operand feeds it, what nobody writes is given, what nobody reads is returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mhcgen.arithmetic import Arithmetic
+from mhcgen.inputs import make_inputs
+from mhcgen.ir import AttrValue, Program, Stage, Tensor, make_stage
+from mhcgen.plan import Access, Kernel, Node, Options, Plan, Step
+from mhcgen.stages import KINDS
+
+#: The least each kind needs of attributes.
+ATTRS: dict[str, dict[str, AttrValue]] = {
+    "project": {"method": "fma"},
+    "rowsq": {"acc": "fp64", "eps": 1e-6},
+    "gates": {"post_mult": 2.0, "pre_eps": 1e-6},
+    "head_gates": {"pre_eps": 1e-6},
+    "sinkhorn": {"comb": "sinkhorn", "early_stop": False, "eps": 1e-6, "iters": 3},
+    "norm": {"acc": "fp32", "eps": 1e-6},
+    "quant": {"group": 32, "pow2": False, "scheme": "q8"},
+}
+#: Slots whose dtype is the Program's choice; every other one is fp32, but for codes and counts.
+WIDE_SLOTS = ("e", "x", "x_out", "x_next", "y", "z", "f", "aux")
+PARAMETERS = ("fn", "scale", "base", "weight")
+
+
+def slots(kind: str, which: str) -> dict[str, tuple[Any, ...]]:
+    """Slot -> shape of a kind's `operands` or `results`, optional ones included; M, any count of mixes, is R."""
+    return {
+        slot.rstrip("?"): tuple("R" if dim == "M" else dim for dim in shape)
+        for slot, shape in getattr(KINDS[kind], which)
+    }
+
+
+def stage(
+    kind: str,
+    name: str = "",
+    operands: Mapping[str, str] | None = None,
+    results: Mapping[str, str] | None = None,
+    **attrs: AttrValue,
+) -> Stage:
+    """A stage of a kind; a slot that is not named gets the tensor of its own name, optional slots none."""
+    signature = KINDS[kind]
+    given_in, given_out = dict(operands or {}), dict(results or {})
+    reads = {
+        slot.rstrip("?"): given_in.get(slot.rstrip("?"), slot)
+        for slot, _ in signature.operands
+        if not slot.endswith("?") or slot.rstrip("?") in given_in
+    }
+    writes = {
+        slot.rstrip("?"): given_out.get(slot.rstrip("?"), slot)
+        for slot, _ in signature.results
+        if not slot.endswith("?") or slot.rstrip("?") in given_out
+    }
+    return make_stage(name or kind, kind, reads, writes, {**ATTRS.get(kind, {}), **attrs})
+
+
+def slot_dtype(stage: Stage, slot: str, dtype: str) -> str:
+    """dtype that fits a slot in a Program whose activations are `dtype`."""
+    if slot == "q":
+        return "int8" if stage.attr("scheme") == "q8" else "fp8_e4m3"
+    if slot == "iterations":
+        return "int32"
+    return dtype if slot in WIDE_SLOTS else "fp32"
+
+
+def program(
+    *stages: Stage,
+    n: int = 2,
+    hidden: int = 8,
+    dtype: str = "fp32",
+    results: tuple[str, ...] = (),
+    dtypes: Mapping[str, str] | None = None,
+    **overrides: Any,
+) -> Program:
+    """A Program of these stages.
+
+    Args:
+        stages: in a topological order; one `mean` if none is given.
+        n, hidden: sizes.
+        dtype: of activations.
+        results: tensors to return although a stage reads them.
+        dtypes: dtypes of single tensors.
+        overrides: fields of `Program`.
+    """
+    chosen = stages or (stage("mean"),)
+    tensors: dict[str, Tensor] = {}
+    group = 32
+    for s in chosen:
+        shapes = {**slots(s.kind, "operands"), **slots(s.kind, "results")}
+        group = s.attr("group") if s.kind == "quant" else group
+        for slot, name in (*s.operands, *s.results):
+            wanted = (dtypes or {}).get(name, slot_dtype(s, slot, dtype))
+            role = "parameter" if slot in PARAMETERS else "input"
+            tensors.setdefault(name, Tensor(name, shapes[slot], wanted, role))
+    read = {name for s in chosen for name in s.reads}
+    for name in (name for s in chosen for name in s.writes):
+        role = "value" if name in read and name not in results else "result"
+        tensors[name] = replace(tensors[name], role=role)
+    dims = {
+        "n": n, "H": hidden, "K": n * hidden, "R": (2 + n) * n, "L": n * n, "G": -(-hidden // group),
+    }  # fmt: skip
+    made = Program("hand", tuple(sorted(dims.items())), Arithmetic(), tuple(tensors.values()), tuple(chosen))
+    return replace(made, **overrides)
+
+
+def chain(suffix: str = "", x: str = "x", **attrs: AttrValue) -> tuple[Stage, ...]:
+    """rowsq, gates, sinkhorn, collapse over streams `x`; tensors and stages carry the suffix."""
+
+    def named(*slots: str) -> dict[str, str]:
+        return {slot: f"{slot}{suffix}" for slot in slots}
+
+    iters = {key: value for key, value in attrs.items() if key == "iters"}
+    return (
+        stage("rowsq", f"rowsq{suffix}", {"x": x, **named("mixes")}, named("mixes_scaled")),
+        stage("gates", f"gates{suffix}", named("mixes_scaled", "scale", "base"), named("pre", "post", "logits")),
+        stage("sinkhorn", f"sinkhorn{suffix}", named("logits"), named("comb"), **iters),
+        stage("collapse", f"collapse{suffix}", {"x": x, **named("pre")}, named("y")),
+    )
+
+
+def step(name: str, team: str, *accesses: Access) -> Step:
+    """A step that only has what hazards look at."""
+    return Step(name, name.split(".")[0], "none", team, accesses)
+
+
+def read(buffer: str, own: bool = False) -> Access:
+    """A read access."""
+    return Access(buffer, False, own)
+
+
+def write(buffer: str, own: bool = False) -> Access:
+    """A write access."""
+    return Access(buffer, True, own)
+
+
+def kernel(*body: Node, data_warps: int = 2, mix_warp: int = 2, warps: int = 3, **overrides: Any) -> Kernel:
+    """A kernel of steps: two data warps and a warp for the mixes."""
+    return Kernel("k", (), data_warps, mix_warp, warps, body=tuple(body), **overrides)
+
+
+def plan(*kernels: Kernel, program_: Program | None = None, **options: Any) -> Plan:
+    """A Plan of hand-made kernels."""
+    return Plan(program_ or program(), Options(**options), kernels)
+
+
+def with_body(made: Plan, index: int, body: tuple[Node, ...]) -> Plan:
+    """The Plan with another body in one kernel, unverified."""
+    return made.with_kernel(index, replace(made.kernels[index], body=body))
+
+
+def inputs(made: Program, tokens: int, seed: int = 0) -> dict[str, Any]:
+    """Random inputs of a Program."""
+    return dict(make_inputs(made, tokens, seed))
+
+
+def branches(made: Program) -> dict[str, Callable[..., Any]]:
+    """Opaque stages of a Program as functions of the right shapes: halve what they read."""
+
+    def tap(x: Any) -> Any:
+        return np.ascontiguousarray(x[:, 0])
+
+    def halve(value: Any) -> Any:
+        return np.ascontiguousarray((value.astype(np.float32) * np.float32(0.5)).astype(value.dtype))
+
+    def make(s: Stage) -> Callable[..., Any]:
+        def run(**operands: Any) -> Any:
+            (value,) = operands.values()
+            return tap(value) if s.kind == "tap" else halve(value)
+
+        return run
+
+    return {s.name: make(s) for s in made.stages_of_kind("branch", "engram", "tap")}

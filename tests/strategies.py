@@ -1,0 +1,190 @@
+"""Random configurations, Programs, legal fusion groups and schedules for property tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import networkx as nx
+from factories import program, stage
+from hypothesis import strategies as st
+
+from mhcgen.build import build
+from mhcgen.ir import Program, Stage
+from mhcgen.passes.fuse import OPAQUE_KINDS
+
+DTYPES = st.sampled_from(["fp32", "bf16", "fp16"])
+#: Widths below, at and past a warp, odd ones, and ones with each power of two as factor.
+HIDDEN = st.one_of(st.integers(1, 80), st.sampled_from([96, 127, 128, 200, 257, 264, 520]))
+TOKENS = st.integers(0, 9)
+#: 40 is enough for a Sinkhorn to become stationary, so that an early stop happens.
+_ITERS = st.sampled_from([1, 2, 3, 4, 40])
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> dict[str, Any]:
+    """Options of `mhcgen.build`."""
+    norm = draw(st.booleans())
+    scope = draw(st.sampled_from(["pre", "pre", "site", "boundary", "trunk", "expand", "post", "mean", "head"]))
+    return {
+        "streams": draw(st.integers(1, 8)),
+        "hidden": draw(HIDDEN),
+        "iters": draw(_ITERS),
+        "rms_eps": draw(st.sampled_from([1e-6, 1e-2])),
+        "hc_eps": draw(st.sampled_from([1e-6, 1e-3])),
+        "dtype": draw(DTYPES),
+        "functions": draw(st.sampled_from(["ieee", "ieee", "fast"])),
+        "sumsq": draw(st.sampled_from(["fp64", "fp32"])),
+        "projection": "fma" if scope == "trunk" else draw(st.sampled_from(["external", "fma"])),
+        "scope": scope,
+        "exit": draw(st.sampled_from(["mean", "head"])),
+        "norm": norm,
+        "quant": draw(st.sampled_from(["none", "q8", "fp8"])) if norm else "none",
+        "quant_pow2": draw(st.booleans()),
+        "early_stop": draw(st.booleans()),
+        "iterations_out": draw(st.booleans()),
+        "extra": draw(st.sampled_from([(), (), ("engram",), ("tap",), ("engram", "tap")])),
+    }
+
+
+class _Maker:
+    """Grows a Program stage by stage; operands are earlier results or new inputs."""
+
+    def __init__(self, draw: st.DrawFn) -> None:
+        self.draw = draw
+        self.stages: list[Stage] = []
+        #: what can be read, by the kind of value it is
+        self.pools: dict[str, list[str]] = {
+            name: [] for name in ("streams", "columns", "mixes", "gate", "matrix", "logits")
+        }
+        self.opaque = draw(st.booleans())
+
+    def operand(self, kind: str) -> str:
+        """An earlier value, or a new input; more often the former, so that stages hang together."""
+        pool = self.pools[kind]
+        if pool and self.draw(st.integers(0, 3)):
+            return self.draw(st.sampled_from(pool))
+        name = f"{kind}{len(self.stages)}_{len(pool)}"
+        pool.append(name)
+        return name
+
+    def new(self, kind: str, slot: str) -> str:
+        name = f"{slot}{len(self.stages)}"
+        if kind:
+            self.pools[kind].append(name)
+        return name
+
+    def add(self, kind: str, reads: dict[str, str], writes: dict[str, str], **attrs: Any) -> None:
+        operands = {slot: self.operand(pool) if pool in self.pools else pool for slot, pool in reads.items()}
+        results = {slot: self.new(pool, slot) for slot, pool in writes.items()}
+        self.stages.append(stage(kind, f"s{len(self.stages)}", operands, results, **attrs))
+
+    def grow(self) -> None:
+        """One more stage of a random kind."""
+        draw, tag = self.draw, len(self.stages)
+        match draw(st.sampled_from(_KINDS if not self.opaque else (*_KINDS, "branch", "engram"))):
+            case "expand":
+                self.add("expand", {"e": "columns"}, {"x": "streams"})
+            case "project":
+                self.add("project", {"x": "streams", "fn": f"fn{tag}"}, {"mixes": "mixes"})
+            case "rowsq":
+                acc, eps = draw(st.sampled_from(["fp64", "fp32"])), draw(st.sampled_from([1e-6, 1e-2]))
+                self.add("rowsq", {"x": "streams", "mixes": "mixes"}, {"mixes_scaled": "mixes"}, acc=acc, eps=eps)
+            case "gates":
+                self.add(
+                    "gates",
+                    {"mixes_scaled": "mixes", "scale": f"scale{tag}", "base": f"base{tag}"},
+                    {"pre": "gate", "post": "gate", "logits": "logits"},
+                    pre_eps=draw(st.sampled_from([1e-6, 1e-2])),
+                )
+            case "sinkhorn":
+                counted = {"iterations": ""} if draw(st.booleans()) else {}
+                stop = draw(st.booleans())
+                self.add(
+                    "sinkhorn",
+                    {"logits": "logits"},
+                    {"comb": "matrix", **counted},
+                    iters=draw(_ITERS),
+                    early_stop=stop,
+                )
+            case "collapse":
+                self.add("collapse", {"x": "streams", "pre": "gate"}, {"y": "columns"})
+            case "norm":
+                weight = {"weight": f"weight{tag}"} if draw(st.booleans()) else {}
+                self.add("norm", {"y": "columns", **weight}, {"z": "columns"})
+            case "quant":
+                self.add("quant", {"z": "columns"}, {"q": "", "q_scale": ""}, pow2=draw(st.booleans()))
+            case "post":
+                self.add(
+                    "post",
+                    {"x": "streams", "f": "columns", "post": "gate", "comb": "matrix"},
+                    {"x_next": "streams"},
+                )
+            case "mean":
+                self.add("mean", {"x": "streams"}, {"y": "columns"})
+            case "branch":
+                self.add("branch", {"z": "columns"}, {"f": "columns"})
+            case _:
+                self.add("engram", {"x": "streams"}, {"x_out": "streams"})
+
+
+_KINDS = ("rowsq", "gates", "sinkhorn", "collapse", "post", "norm", "quant", "mean", "project", "expand")
+
+
+@st.composite
+def hand_built(draw: st.DrawFn) -> Program:
+    """A Program nobody's model has: a random graph of stages, any value of which may also be a result."""
+    maker = _Maker(draw)
+    for _ in range(draw(st.integers(1, 7))):
+        maker.grow()
+    written = [name for s in maker.stages for name in s.writes]
+    results = tuple(draw(st.lists(st.sampled_from(written), unique=True, max_size=3)))
+    return program(
+        *maker.stages,
+        n=draw(st.integers(1, 8)),
+        hidden=draw(HIDDEN),
+        dtype=draw(DTYPES),
+        results=results,
+    )
+
+
+def programs() -> st.SearchStrategy[Program]:
+    """Built and hand-built Programs."""
+    return st.one_of(configs().map(lambda options: build(**options)), hand_built())
+
+
+@st.composite
+def legal_groups(draw: st.DrawFn, made: Program) -> tuple[tuple[str, ...], ...]:
+    """Groups of stages that may each be one kernel.
+
+    Runs of a topological order are convex and can launch in that order, and every legal partition is the runs
+    of some topological order; opaque stages end a run.
+    """
+    key = {s.name: draw(st.integers(0, 9)) for s in made.stages}
+    order = nx.lexicographical_topological_sort(made.graph, key=lambda name: f"{key[name]}{name}")
+    groups: list[list[str]] = [[]]
+    for name in order:
+        if made.stage(name).kind in OPAQUE_KINDS:
+            groups.append([])
+        else:
+            if draw(st.integers(0, 3)) == 0:
+                groups.append([])
+            groups[-1].append(name)
+    return tuple(tuple(group) for group in groups if group)
+
+
+def wish(groups: tuple[tuple[str, ...], ...]) -> str:
+    """The `--fuse` that asks for these groups; a Program of opaque stages alone has none."""
+    return ",".join("+".join(group) for group in groups) or "none"
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> dict[str, Any]:
+    """Options of `mhcgen.compile` besides `fuse`."""
+    return {
+        "placement": draw(st.sampled_from(["auto", "shared", "row", "element", "registers"])),
+        "sync": draw(st.sampled_from(["auto", "warp", "block"])),
+        "threads": draw(st.sampled_from([None, None, 32, 64, 96, 256, 512, 1024])),
+        "slab": draw(st.sampled_from(["auto", "auto", "registers", "global"])),
+        "mix_warp": draw(st.sampled_from(["auto", "own", "shared"])),
+        "scalar": draw(st.booleans()),
+    }
