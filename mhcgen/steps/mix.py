@@ -156,7 +156,7 @@ def gates(context: Context, stage: Stage) -> None:
         )
         context.step(stage, "lanes", "gates_lanes", "mix", writes, declares, elements=elements, **common)
         if context.small_targets(logits):
-            store_matrix(context, stage, "store", logits)
+            _store_matrix(context, stage, "store", logits)
         return
     matrix = context.share(f"s_{identifier(logits)}", "float", context.n * context.n)
     targets: tuple[str, ...] = (matrix,)
@@ -176,13 +176,12 @@ def gates(context: Context, stage: Stage) -> None:
     )
 
 
-def store_matrix(context: Context, stage: Stage, piece: str, tensor: str, suffix: str = "") -> None:
-    """The lanes' matrix to where a tensor lives; suffix `_transposed` swaps its axes."""
+def _store_matrix(context: Context, stage: Stage, piece: str, tensor: str) -> None:
     fields = lane_fields(context)
     context.step(
         stage,
         piece,
-        f"store_matrix_{context.layout}{suffix}",
+        f"store_matrix_{context.layout}",
         "mix",
         context.small_accesses(tensor),
         lane_declares(context),
