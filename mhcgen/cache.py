@@ -15,20 +15,26 @@ import os
 import re
 import shutil
 import stat
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import IO
 
 from mhcgen.errors import EnvironmentFault, InternalError
+
+if sys.platform != "win32":
+    import fcntl
 
 ENV_DIR = "MHCGEN_CACHE_DIR"
 
 _KEY = re.compile(r"[0-9a-f]{64}")
 _SUFFIX = re.compile(r"\.[a-z0-9_.]{1,16}")
 _TEMPORARY = ".part-"
+_PATIENCE = 120.0  # seconds to wait for another process that builds the same entry
 
 
 @dataclass(frozen=True)
@@ -117,6 +123,34 @@ def store(key: str, suffix: str, content: bytes | Path) -> Path:
             hints=(f"set {ENV_DIR} to a directory with room that you may write",),
         ) from fault
     return target
+
+
+@contextlib.contextmanager
+def building(key: str) -> Iterator[None]:
+    """Held by one process at a time per key, so that others wait for its result instead of building it too.
+
+    Only saves work: without locks (the file system has none, the holder hangs), all of them build, which is as
+    correct.
+    """
+    folder = cache_root() / key
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            _wait_for(stack.enter_context((folder / ".lock").open("w")))
+        yield
+
+
+def _wait_for(file: IO[str]) -> None:
+    """Lock the file; its closing, also by a crash, lets go."""
+    if sys.platform == "win32":
+        return
+    deadline = time.monotonic() + _PATIENCE
+    while time.monotonic() < deadline:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            time.sleep(0.02)
 
 
 @contextlib.contextmanager

@@ -148,10 +148,6 @@ def _checked_array(param: Param, value: object) -> npt.NDArray[Any]:
             where=param.name,
             hints=("numpy.ascontiguousarray(array)",),
         )
-    if not array.dtype.isnative or array.dtype.hasobject:
-        raise InputError(
-            "X-LAYOUT", f"the array's bytes are not plain native numbers: {array.dtype}", where=param.name
-        )
     if param.writable and not array.flags.writeable:
         raise InputError("X-LAYOUT", "the kernel writes to an array that is read-only in numpy", where=param.name)
     return array

@@ -125,15 +125,19 @@ def build(
     found = cache.load(key, ".so")
     if found is not None:
         return Built(found, compiled=False)
-    with cache.workspace() as work:
-        runtime = _runtime_object(cxx, runtime_key, runtime_flags, work)
-        (work / "unit.cpp").write_text(unit)
-        # Relative names, so that the same emission gives the same bytes in every directory.
-        mapped = f"-ffile-prefix-map={work}=."
-        _run(cxx, (*compile_flags, mapped, "-c", "unit.cpp", "-o", "unit.o"), work, key, unit)
-        # A second command: with -fsanitize=thread on it, the driver would link the sanitizer's own runtime.
-        _run(cxx, (*_link_flags(cxx), "unit.o", str(runtime), "-lm", "-o", "module.so"), work, key, unit)
-        return Built(cache.store(key, ".so", work / "module.so"), compiled=True)
+    with cache.building(key):
+        found = cache.load(key, ".so")
+        if found is not None:
+            return Built(found, compiled=False)
+        with cache.workspace() as work:
+            runtime = _runtime_object(cxx, runtime_key, runtime_flags, work)
+            (work / "unit.cpp").write_text(unit)
+            # Relative names, so that the same emission gives the same bytes in every directory.
+            mapped = f"-ffile-prefix-map={work}=."
+            _run(cxx, (*compile_flags, mapped, "-c", "unit.cpp", "-o", "unit.o"), work, key, unit)
+            # A second command: with -fsanitize=thread on it, the driver would link the sanitizer's own runtime.
+            _run(cxx, (*_link_flags(cxx), "unit.o", str(runtime), "-lm", "-o", "module.so"), work, key, unit)
+            return Built(cache.store(key, ".so", work / "module.so"), compiled=True)
 
 
 def _check_platform() -> None:
@@ -235,12 +239,13 @@ def _our_text() -> str:
 
 
 def _runtime_object(cxx: Compiler, key: str, flags: tuple[str, ...], work: Path) -> Path:
-    found = cache.load(key, ".o")
-    if found is not None:
-        return found
-    mapped = f"-ffile-prefix-map={work}=."
-    _run(cxx, (*flags, mapped, "-c", str(_HERE / "runtime.cpp"), "-o", "runtime.o"), work, key, "")
-    return cache.store(key, ".o", work / "runtime.o")
+    with cache.building(key):
+        found = cache.load(key, ".o")
+        if found is not None:
+            return found
+        mapped = f"-ffile-prefix-map={work}=."
+        _run(cxx, (*flags, mapped, "-c", str(_HERE / "runtime.cpp"), "-o", "runtime.o"), work, key, "")
+        return cache.store(key, ".o", work / "runtime.o")
 
 
 def _run(cxx: Compiler, arguments: tuple[str, ...], work: Path, key: str, unit: str) -> None:

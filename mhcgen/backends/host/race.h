@@ -216,16 +216,20 @@ static Shadow* find_shadow(Race* race, uint64_t address) {
 }
 
 // The memory of the launch that lies nearest, to say where a stray access was probably meant to go.
-static void name_nearest(const Race* race, uint64_t address, bool shared, MhcFinding& finding) {
+// Returns whether that is shared memory.
+static bool name_nearest(const Race* race, uint64_t address, MhcFinding& finding) {
   uint64_t best = ~uint64_t{0};
+  bool shared = false;
   for (unsigned i = 0; i < race->shadow_count; ++i) {
     const Shadow& shadow = race->shadows[i];
     const uint64_t distance = address < shadow.low ? shadow.low - address : address - shadow.low;
-    if (shadow.shared != shared || distance >= best) continue;
+    if (distance >= best) continue;
     best = distance;
+    shared = shadow.shared;
     finding.region = shadow.index;
     finding.offset = static_cast<int64_t>(address - shadow.low);
   }
+  return shared;
 }
 
 // The access hits no region: constants of the module are fine, the rest is not.
@@ -239,11 +243,9 @@ static void note_stray_access(Launch* launch, uint64_t address, uint64_t size, c
       if (address >= module.segment_low[i] && address < module.segment_high[i]) return;
     }
   }
-  constexpr uint64_t near = 1 << 20;
-  const bool near_shared = shared_high != 0 && address + near >= shared_low && address < shared_high + near;
-  MhcFinding finding = access_finding(MHC_OOB, near_shared ? MHC_OOB_SHARED : MHC_OOB_WILD, now, size);
-  finding.value = address;
-  if (address >= 65536) name_nearest(launch->race, address, near_shared, finding);  // else a null pointer
+  MhcFinding finding = access_finding(MHC_OOB, MHC_OOB_WILD, now, size);
+  const bool null_pointer = address < 65536;
+  if (!null_pointer && (name_nearest(launch->race, address, finding) || in_shared)) finding.detail = MHC_OOB_SHARED;
   record(launch, finding);
   if (!in_shared) stop_launch();
 }
