@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from host_cases import signature
 
-from mhcgen.backends.host import HostBuffer, HostModule
+from mhcgen.backends.host import HostBuffer, HostModule, buffers
 from mhcgen.errors import InputError, InputTypeError, MhcgenError, UsageError
 
 TEXT = """
@@ -161,6 +162,21 @@ def test_host_buffers_are_used_in_place(host: HostModule) -> None:
     host.launch("shift", 1, 8, [first, second]).raise_if_found()
     host.launch("shift", 1, 8, [second.array, third.array]).raise_if_found()
     np.testing.assert_array_equal(third.array.ravel(), np.arange(8) + 3)
+
+
+def test_the_array_of_a_host_buffer_keeps_its_guards_without_it(host: HostModule) -> None:
+    array = HostBuffer(3, np.float32).array
+    gc.collect()
+    (finding,) = host.launch("copy", 1, 4, [floats(4), array]).findings
+    assert (finding.rule, finding.offset) == ("oob-guard", 12)
+    assert array.tolist() == [1, 2, 3]
+    del array
+    gc.collect()
+    before = len(buffers._live)
+    for _ in range(10):
+        HostBuffer(3, np.float32)
+    gc.collect()
+    assert len(buffers._live) == before
 
 
 def test_parts_of_a_host_buffer_keep_their_neighbours(host: HostModule, racing: HostModule) -> None:

@@ -22,8 +22,9 @@ _ALIGNMENT = 256
 _PATTERN = np.frombuffer(b"\xfd\xff", np.uint8)
 POISON = 0xFF
 
-# id of a buffer's raw memory -> the buffer; lets a plain numpy view lead back to its guard bands.
-_live: weakref.WeakValueDictionary[int, HostBuffer] = weakref.WeakValueDictionary()
+# id of a buffer's raw memory -> where its array starts and ends there. Lets a plain numpy view lead back to its
+# guard bands, also when the HostBuffer that made it is gone.
+_live: dict[int, tuple[int, int]] = {}
 
 
 class HostBuffer:
@@ -35,7 +36,8 @@ class HostBuffer:
         misalign: bytes by which the array starts after a 256-byte boundary, to test an emission's promises.
 
     Attributes:
-        array: the numpy array, filled with 0xff bytes (NaN) at first. Views of it may be passed to launches too.
+        array: the numpy array, filled with 0xff bytes (NaN) at first. It and views of it may be passed to launches
+            as well, and outlive this object.
 
     Raises:
         UsageError: `X-BUFFER` if `misalign` is negative, 256 or more, or no multiple of 1 byte.
@@ -46,15 +48,20 @@ class HostBuffer:
             raise UsageError("X-BUFFER", f"misalign must be 0 to {_ALIGNMENT - 1} bytes, not {misalign}")
         kind = np.dtype(dtype)
         dims = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
-        self.nbytes = int(np.prod(dims, dtype=np.int64)) * kind.itemsize
-        self._raw = np.empty(self.nbytes + 2 * GUARD_BYTES + 2 * _ALIGNMENT, np.uint8)
-        start = GUARD_BYTES + -(self._raw.ctypes.data + GUARD_BYTES) % _ALIGNMENT + misalign
-        self._start, self._end = start, start + self.nbytes
+        nbytes = int(np.prod(dims, dtype=np.int64)) * kind.itemsize
+        raw = np.empty(nbytes + 2 * GUARD_BYTES + 2 * _ALIGNMENT, np.uint8)
+        start = GUARD_BYTES + -(raw.ctypes.data + GUARD_BYTES) % _ALIGNMENT + misalign
+        # ndarray rather than a reshaped view: it accepts any dtype at any alignment.
+        self._attach(raw, start, start + nbytes, np.ndarray(dims, kind, buffer=raw.data, offset=start))
         self.fill_guards()
         self.bytes.fill(POISON)
-        # ndarray rather than a reshaped view: it accepts any dtype at any alignment.
-        self.array: npt.NDArray[Any] = np.ndarray(dims, kind, buffer=self._raw.data, offset=start)
-        _live[id(self._raw)] = self
+        _live[id(raw)] = (self._start, self._end)
+        weakref.finalize(raw, _live.pop, id(raw))
+
+    def _attach(self, raw: npt.NDArray[np.uint8], start: int, end: int, array: npt.NDArray[Any]) -> None:
+        self._raw, self._start, self._end = raw, start, end
+        self.nbytes = end - start
+        self.array = array
 
     @property
     def address(self) -> int:
@@ -87,11 +94,12 @@ class HostBuffer:
 
 
 def buffer_of(array: npt.NDArray[Any]) -> HostBuffer | None:
-    """The HostBuffer whose memory `array` is a view of, else None."""
+    """The buffer whose memory `array` is a view of (its own `array` may be bytes), else None."""
     base: object = array
     while isinstance(base, (np.ndarray, memoryview)):
-        found = _live.get(id(base))
-        if found is not None:
-            return found
+        if isinstance(base, np.ndarray) and (found := _live.get(id(base))) is not None:
+            buffer = HostBuffer.__new__(HostBuffer)
+            buffer._attach(base, *found, base[slice(*found)])
+            return buffer
         base = base.base if isinstance(base, np.ndarray) else base.obj
     return None
