@@ -178,7 +178,8 @@ def _opaque(kind: str, operand: Array) -> Array:
     """Stands in for what an opaque stage does: anything will do, as long as it is always the same."""
     if kind == "tap":
         return np.ascontiguousarray(operand[:, 0])
-    return (operand * np.asarray(0.5, operand.dtype)).astype(operand.dtype)
+    halved: Array = operand * np.asarray(0.5, operand.dtype)
+    return halved.astype(operand.dtype)
 
 
 def _signatures(schedule: list[dict[str, Any]]) -> tuple[KernelSignature, ...]:
@@ -216,7 +217,7 @@ def _run(folder: Path, name: str, given: dict[str, Array], tokens: int, backend:
             (operand,), (made,) = step["operands"].values(), step["results"].values()
             values[made] = _opaque(step["kind"], values[operand])
             continue
-        written = [p["tensor"] for p in step["parameters"] if p.get("access") == "write"]
+        written = [p["tensor"] for p in step["parameters"] if p.get("access") == "write" and "tensor" in p]
         for tensor in written:
             values[tensor] = poison(program.shape(tensor, tokens), program.tensor(tensor).dtype)
         if tokens:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mhcgen.errors import EnvironmentFault, InputError
@@ -33,7 +33,7 @@ def write_file(path: Path, content: str | bytes) -> None:
             aside.unlink()
 
 
-def write_folder(folder: Path, texts: Mapping[str, str], *, ours: bool, force: bool = False) -> None:
+def write_folder(folder: Path, texts: Mapping[str, str], *, foreign: Sequence[str] = ()) -> None:
     """Write the files of a folder: a new folder in one rename, an existing one file by file, the last file last.
 
     Files of other names are left alone.
@@ -41,11 +41,10 @@ def write_folder(folder: Path, texts: Mapping[str, str], *, ours: bool, force: b
     Args:
         folder: where; missing parents are made.
         texts: file name to text. The last one vouches for the others.
-        ours: whether the folder, if it exists, was made by mhcgen (see `strangers`).
-        force: write into a folder that was not.
+        foreign: names of what others put there; with any of them nothing is written.
 
     Raises:
-        InputError: `I-EXISTS`, the folder is not ours and force is not given, or there is a file of that name.
+        InputError: `I-EXISTS`, something is foreign, or there is a file of that name.
         EnvironmentFault: `E-WRITE`.
     """
     folder = folder.absolute()
@@ -54,10 +53,10 @@ def write_folder(folder: Path, texts: Mapping[str, str], *, ours: bool, force: b
             "I-EXISTS", "there is a file of that name, and a folder is to be written", where=str(folder),
             hints=("name a folder, or remove the file",),
         )
-    if folder.is_dir() and not ours and not force:
+    if foreign:
         raise InputError(
-            "I-EXISTS", "the folder holds files that mhcgen did not make", where=str(folder),
-            notes=tuple(sorted(entry.name for entry in folder.iterdir())[:3]),
+            "I-EXISTS", "the folder holds what mhcgen did not make", where=str(folder),
+            notes=(f"{', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''}",),
             hints=("name another folder, or give --force to write into this one; other files stay",),
         )
     try:
@@ -68,11 +67,6 @@ def write_folder(folder: Path, texts: Mapping[str, str], *, ours: bool, force: b
             _create(folder, texts)
     except OSError as error:
         raise _fault(folder, error) from error
-
-
-def strangers(folder: Path, known: Collection[str]) -> list[str]:
-    """Names in an existing folder that are neither `known` nor litter, sorted."""
-    return sorted(entry.name for entry in folder.iterdir() if entry.name not in known and entry.name not in LITTER)
 
 
 def _create(folder: Path, texts: Mapping[str, str]) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from mhcgen._version import __version__
 from mhcgen.build import Config, build_config
-from mhcgen.files import strangers
+from mhcgen.files import LITTER
 from mhcgen.functions import ITEMSIZES
 from mhcgen.ir import Program
 from mhcgen.lower import command_of, signature, tensors_of
@@ -60,12 +60,12 @@ def folder_texts(config: Config, options: Options) -> dict[str, str]:
     return texts
 
 
-def is_ours(folder: Path) -> bool:
-    """Whether an existing folder may be overwritten: it is empty, or holds only what mhcgen wrote."""
-    found = {entry.name for entry in folder.iterdir()}
-    if strangers(folder, FILES):
-        return False
-    return not found & set(FILES) or read_manifest(folder) is not None
+def foreign(folder: Path) -> list[str]:
+    """Names in an existing folder that mhcgen did not write; without its manifest that is all of them."""
+    others = [entry.name for entry in folder.iterdir() if entry.name not in LITTER]
+    if read_manifest(folder) is not None:
+        others = [name for name in others if name not in FILES]
+    return sorted(others)
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:

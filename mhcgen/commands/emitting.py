@@ -2,29 +2,92 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, NoReturn
 
 import typer
 
-from mhcgen.commands.options import Asked, takes_request
+from mhcgen.commands.options import Asked, Force, takes_request
 from mhcgen.commands.output import say
-from mhcgen.errors import RefusedError, UsageError
+from mhcgen.errors import CheckFailed, RefusedError, UsageError
 
-PASSES = ("fuse", "place", "sync", "launch")
 GRAPHS = ("dot", "mermaid", "svg")
 
 
 @takes_request
-def emit(asked: Asked) -> None:
+def emit(
+    asked: Asked,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Write a folder: the text, what it must equal, and its test."),
+    ] = None,
+    force: Force = False,
+    all_: Annotated[
+        bool, typer.Option("--all", help="Write the set of emissions that is kept under generated/.")
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="With --all: only look; fail if a file differs, lacks or is an orphan.")
+    ] = False,
+    folder: Annotated[
+        Path | None, typer.Option("--dir", metavar="DIR", help="With --all: where the set is. Default generated.")
+    ] = None,
+) -> None:
     """Print the CUDA text of an emission, or write it into a folder together with its test."""
-    say(asked.plan().source)
+    if all_:
+        if out is not None or force or asked.given:
+            _conflict("--all", "the set is fixed, and takes no option but --check and --dir")
+        _emit_all(folder or Path("generated"), check)
+    elif check or folder is not None:
+        _conflict("--check" if check else "--dir", "it belongs to --all")
+    elif out is not None:
+        _emit_folder(asked, out, force)
+    elif force:
+        _conflict("--force", "it belongs to --out")
+    else:
+        say(asked.plan().source)
+
+
+def _conflict(option: str, why: str) -> NoReturn:
+    raise UsageError(
+        "U-USAGE", f"{option} cannot be used so: {why}", where=option, hints=("`mhcgen emit --help` says more",)
+    )
+
+
+def _emit_folder(asked: Asked, out: Path, force: bool) -> None:
+    from mhcgen.files import write_folder
+    from mhcgen.folder import folder_texts, foreign
+
+    texts = folder_texts(asked.config, asked.options)
+    write_folder(out, texts, foreign=foreign(out) if out.is_dir() and not force else ())
+    say(f"{out}: {', '.join(texts)}")
+
+
+def _emit_all(root: Path, check: bool) -> None:
+    from mhcgen.generated_set import GENERATED, check_generated, write_generated
+
+    if not check:
+        left = write_generated(root)
+        say(f"{root}: {len(GENERATED)} emissions")
+        if left:
+            raise CheckFailed(
+                "C-ORPHAN", f"{len(left)} entries belong to no emission and were left alone", where=str(root),
+                notes=tuple(left), hints=("remove them",),
+            )
+        return
+    found = check_generated(root)
+    if found:
+        raise CheckFailed(
+            "C-GENERATED", f"{len(found)} files are not what this version of mhcgen emits", where=str(root),
+            notes=tuple(found), hints=("`mhcgen emit --all` writes the set anew; read its diff",),
+        )
+    say(f"{root}: {len(GENERATED)} emissions, all current")
 
 
 @takes_request
 def explain(
     asked: Asked,
     stop_after: Annotated[
-        str | None, typer.Option("--stop-after", metavar="|".join(PASSES), help="Show the Plan after this pass.")
+        str | None, typer.Option("--stop-after", metavar="PASS", help="Decisions up to this pass: fuse, place, ...")
     ] = None,
     formula: Annotated[bool, typer.Option("--formula", help="Also print what each stage computes.")] = False,
     graph: Annotated[
@@ -33,9 +96,10 @@ def explain(
     ] = None,
 ) -> None:
     """Print the Program, what was decided and why, and what was refused and why."""
+    from mhcgen.passes import PIPELINE
     from mhcgen.text import print_log, print_program
 
-    _member("--stop-after", stop_after, PASSES)
+    _member("--stop-after", stop_after, tuple(name for name, _ in PIPELINE))
     _member("--graph", graph, GRAPHS)
     if graph is not None:
         _draw(asked, graph, stop_after)
@@ -72,10 +136,12 @@ def _formulas(asked: Asked) -> str:
 
 def _draw(asked: Asked, kind: str, stop_after: str | None) -> None:
     from mhcgen.graph import draw
+    from mhcgen.log import Refusal
 
     try:
         plan = asked.plan(stop_after)
     except RefusedError as refused:
-        say(draw(asked.program, kind, refusal=refused.refusal))
+        refusal = refused.refusal if isinstance(refused.refusal, Refusal) else None
+        say(draw(asked.program, kind, refusal=refusal))
         raise
     say(draw(asked.program, kind, kernels=plan.kernels))

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mhcgen.arithmetic import ACCUMULATORS, FUNCTION_SETS, PROJECTIONS
-from mhcgen.build import QUANTS, SCOPES, STREAM_DTYPES, Config
+from mhcgen.build import EXITS, QUANTS, SCOPES, STREAM_DTYPES, Config
 from mhcgen.errors import UsageError
 from mhcgen.plan import MIX_WARPS, PLACEMENTS, SLABS, SYNCS, Options, Plan
 
@@ -51,10 +51,17 @@ Force = Annotated[bool, typer.Option("--force", help="Overwrite files that mhcge
 
 @dataclass(frozen=True)
 class Asked:
-    """What the user asked for."""
+    """What the user asked for.
+
+    Args:
+        config: what to compute.
+        options: how to schedule it.
+        given: names of the shared options that were given.
+    """
 
     config: Config
     options: Options
+    given: tuple[str, ...] = ()
 
     @cached_property
     def program(self) -> Program:
@@ -131,7 +138,7 @@ SHARED: tuple[inspect.Parameter, ...] = (
     _shared("hidden", int, "--hidden", "H", "Hidden size H."),
     _shared(
         "scope", str, "--scope", _choice(SCOPES),
-        "The pre chain; a site with its branch; post with the next pre chain; a trunk.",
+        "The pre chain; a site with its branch; post with the next pre chain; a trunk; or one stage of these.",
     ),
     _shared(
         "dtype", str, "--dtype", _choice(STREAM_DTYPES),
@@ -146,6 +153,8 @@ SHARED: tuple[inspect.Parameter, ...] = (
         "projection", str, "--projection", _choice(PROJECTIONS),
         "Mixes are given as an input, or projected from the streams.",
     ),
+    _shared("layers", int, "--layers", "N", "Layers of a trunk, two sites each."),
+    _shared("exit", str, "--exit", _choice(EXITS), "How a trunk ends."),
     _shared("iters", int, "--iters --sinkhorn-iters", "N", "Sinkhorn iterations."),
     _shared("rms_eps", float, "--rms-eps", "E", "eps of the RMS over the streams."),
     _shared("hc_eps", float, "--hc-eps", "E", "eps of the pre gates and inside the Sinkhorn."),
@@ -153,6 +162,11 @@ SHARED: tuple[inspect.Parameter, ...] = (
     _shared("norm", bool, "--norm/--no-norm", "", "RMSNorm of y. Fusions that name it imply it."),
     _shared("quant", str, "--quant", _choice(QUANTS), "Quantisation of the normalised y."),
     _shared("quant_pow2", bool, "--quant-pow2/--no-quant-pow2", "", "Scales are rounded up to powers of two."),
+    _shared(
+        "early_stop", bool, "--early-stop/--no-early-stop", "",
+        "End the Sinkhorn once an iteration changes no bit. The result is the same.",
+    ),
+    _shared("iterations_out", bool, "--iterations-out", "", "Also return how many iterations each token took."),
     _shared(
         "extra", list[str], "--with", "engram|tap",
         "An opaque reader between post and the next pre. May be given twice.",
@@ -180,6 +194,7 @@ SHARED: tuple[inspect.Parameter, ...] = (
         "scalar", bool, "--scalar/--no-scalar", "",
         "Element loads and stores only, for arrays that are not aligned to 16 bytes.",
     ),
+    _shared("stamps", bool, "--stamps", "", "Time stamps at the borders of phases, as one more result."),
 )
 
 
@@ -192,11 +207,13 @@ def asked_of(given: dict[str, Any]) -> Asked:
     from mhcgen.request import read_config, request
 
     path = given.pop("config", None)
-    chosen = {name: value for name, value in given.items() if value is not None and value != []}
+    names = tuple(name for name, value in given.items() if value is not None and value != [])
+    chosen = {name: given[name] for name in names}
     for name in [name for name in _READERS if name in chosen]:
         chosen[name] = _READERS[name](f"--{name.replace('_', '-')}", chosen[name])
     from_file = {} if path is None else read_config(path)
-    return Asked(*request(**{**from_file, **chosen}))
+    config, options = request(**{**from_file, **chosen})
+    return Asked(config, options, (*names, *(() if path is None else ("config",))))
 
 
 def takes_request(verb: Callable[..., None]) -> Callable[..., None]:
