@@ -212,7 +212,7 @@ def ran(loaded: Loaded, plan: Plan, outcomes: Outcomes) -> Verdict:
 
 
 def _other_text(loaded: Loaded, plan: Plan) -> list[str]:
-    compiled = loaded.module.runner.module(loaded.misaligned)  # type: ignore[attr-defined]
+    compiled = loaded.module.runner.module(loaded.misaligned)
     have = sha256(compiled.source)
     wrong = []
     if have != plan.emitted_sha256:

@@ -262,7 +262,7 @@ def load(machine: Machine, plan: Plan, *, source: str | None = None, race: bool,
     """Compile an emission now; `source` replaces the plan's own text."""
     text = plan.source if source is None else source
     module = machine.module(plan, text, race=race)
-    module.runner.module(misaligned)  # type: ignore[attr-defined]  # compile here, not at the first launch
+    module.runner.module(misaligned)
     return Loaded(plan, text, module, machine, misaligned)
 
 

@@ -1,16 +1,33 @@
-"""Red arms: faults planted on purpose, each of which a named check must catch."""
+"""Red arms: faults planted on purpose, each of which a named check must catch.
+
+A gate that has not been seen to fail proves nothing. Each fault has the check that must catch it; being caught by
+another one, or by a crash, does not count, and neither does a check that the clean arm fails too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from mhcgen.gate.report import RedRow
+from mhcgen.gate import barriers, checks, faults
+from mhcgen.gate.arms import BASELINE
+from mhcgen.gate.checks import Outcomes, Verdict
+from mhcgen.gate.execute import POISONS, Arrays, execute, load
+from mhcgen.gate.faults import Fault
+from mhcgen.gate.jobs import Job, jobs_of
+from mhcgen.gate.report import RedRow, Row
+from mhcgen.gate.request import SMALL_TOKENS
+from mhcgen.inputs import DISCRIMINATING
 from mhcgen.ir import Program
+from mhcgen.plan import Plan
 
 if TYPE_CHECKING:
     from mhcgen.gate.run import Ran, Session
+
+BARRIER_FAULTS = ("drop-barrier", "weaken-barrier")
 
 
 @dataclass(frozen=True)
@@ -21,18 +38,212 @@ class RedArm:
         name: stable name.
         what: one line for people.
         applies: why it does not apply to a Program; empty where it does.
-        check: the check that must catch it in an arm.
+        check: the check that must catch it in an arm. In the baseline, which no arm is there to differ from,
+            `reference` must catch what `bits` catches elsewhere.
+        plant: the broken emissions of one arm, none where the arm has no place for it; None for barriers.
     """
 
     name: str
     what: str
     applies: Callable[[Program], str]
     check: str
+    plant: Callable[[Program, Plan], Iterator[Fault]] | None = None
 
 
-RED: dict[str, RedArm] = {}
+def _always(program: Program) -> str:
+    return ""
 
 
-def run_red(session: Session, runs: Sequence[Ran]) -> tuple[tuple[RedRow, ...], tuple[tuple[str, str], ...]]:
-    """Plant the faults of a request; rows, and the faults that do not apply with the reason."""
-    return (), ()
+def _kind(*kinds: str) -> Callable[[Program], str]:
+    def applies(program: Program) -> str:
+        missing = [kind for kind in kinds if not program.stages_of_kind(kind)]
+        return f"the Program has no stage of kind {missing[0]}" if missing else ""
+
+    return applies
+
+
+def _streams(least: int, why: str, kind: str) -> Callable[[Program], str]:
+    def applies(program: Program) -> str:
+        return _kind(kind)(program) or (f"needs n >= {least}: {why}" if program.dim("n") < least else "")
+
+    return applies
+
+
+def _short(program: Program) -> str:
+    problem = _streams(2, "a 1 x 1 matrix does not change from one iteration to the next", "sinkhorn")(program)
+    few = any(stage.attr("iters") < 2 for stage in program.stages_of_kind("sinkhorn"))
+    return problem or ("there is one iteration, and none cannot be emitted" if few else "")
+
+
+def _two_eps(program: Program) -> str:
+    problem = _kind("rowsq", "sinkhorn")(program)
+    if problem:
+        return problem
+    rms = {float(s.attr("eps")) for s in program.stages_of_kind("rowsq")}
+    hc = {float(s.attr("eps")) for s in program.stages_of_kind("sinkhorn")}
+    if len(rms | hc) < 2:
+        return f"both eps are {rms.pop()}, so nothing can tell them apart (try --hc-eps 1e-2)"
+    return "" if len(rms) == len(hc) == 1 else "the stages have more than two eps"
+
+
+def _weighted(program: Program) -> str:
+    if not any("weight" in dict(stage.operands) for stage in program.stages_of_kind("norm")):
+        return "the Program has no norm with a weight"
+    return "H = 1: one weight has no order" if program.dim("H") == 1 else ""
+
+
+def _padded(program: Program) -> str:
+    n = program.dim("n")
+    whole = f"n = {n} is a power of two: no lane is padding" if n & (n - 1) == 0 else ""
+    return _kind("sinkhorn")(program) or whole
+
+
+RED: dict[str, RedArm] = {
+    arm.name: arm
+    for arm in (
+        RedArm("drop-barrier", "each chosen barrier removed in turn", _always, "race"),
+        RedArm("weaken-barrier", "each block or data barrier weakened one step in turn", _always, "race"),
+        RedArm(
+            "transpose-comb",
+            "comb stored as (to_stream, from_stream)",
+            _streams(3, "a 2 x 2 doubly stochastic matrix is symmetric", "sinkhorn"),
+            "bits",
+            faults.transpose_comb,
+        ),
+        RedArm(
+            "skip-stream",
+            "collapse leaves out the last stream",
+            _streams(2, "there is one stream", "collapse"),
+            "bits",
+            faults.skip_stream,
+        ),
+        RedArm("short-iteration", "one Sinkhorn iteration too few", _short, "bits", faults.short_iteration),
+        RedArm(
+            "long-iteration",
+            "one Sinkhorn iteration too many",
+            _streams(2, "a 1 x 1 matrix does not change from one iteration to the next", "sinkhorn"),
+            "bits",
+            faults.long_iteration,
+        ),
+        RedArm("stale-output", "a row, then a result, left unwritten", _always, "poison", faults.stale_output),
+        RedArm("swap-eps", "the eps of RMS and gates exchanged", _two_eps, "bits", faults.swap_eps),
+        RedArm(
+            "swap-norm-weight", "norm weight in reverse: z and q move", _weighted, "bits", faults.swap_norm_weight
+        ),
+        RedArm(
+            "eps-outside-root", "eps added after the root", _kind("rowsq"), "bits", faults.eps_outside_root
+        ),
+        RedArm("post-eps", "post gates get the eps of pre", _kind("gates"), "bits", faults.post_eps),
+        RedArm(
+            "max-over-padding", "padding lanes take part in a reduction", _padded, "bits", faults.max_over_padding
+        ),
+        RedArm("borrowed-row", "the norm of the token before", _kind("rowsq"), "bits", faults.borrowed_row),
+    )
+}
+
+
+def run_red(
+    session: Session, rows: Sequence[Row], runs: Sequence[Ran]
+) -> tuple[tuple[RedRow, ...], tuple[tuple[str, str], ...]]:
+    """Plant the faults of a request in every arm that ran.
+
+    Args:
+        session: of the gate.
+        rows: the clean verdicts.
+        runs: the clean arms, baseline first.
+
+    Returns:
+        A row per planted fault, and the red arms that do not apply with the reason.
+    """
+    program = session.program
+    unfit = [(name, reason) for name in session.request.red if (reason := RED[name].applies(program))]
+    wanted = [RED[name] for name in session.request.red if not RED[name].applies(program)]
+    # Chosen to be small and complete: what a user left out of the clean run is no excuse to miss a fault.
+    jobs = jobs_of(
+        program, replace(session.request, inputs=("uniform", *DISCRIMINATING), tokens=(SMALL_TOKENS,))
+    )
+    clean = [(job, execute(runs[0].loaded, job.inputs)) for job in jobs]
+    futures: list[tuple[str, Future[list[RedRow]]]] = []
+    kinds = tuple(red.name for red in wanted if red.plant is None)
+    if kinds:
+        values = barriers.values_for(program, session.request.seed)
+        futures += [
+            (ran.arm.name, session.submit(_mutating(ran, index, kinds, values)))
+            for ran in runs
+            for index in range(len(ran.plan.kernels))
+        ]
+    for red in wanted:
+        if red.plant is not None:
+            futures += [(ran.arm.name, session.submit(_planting(session, red, ran, jobs, clean))) for ran in runs]
+    found = [(name, row) for name, future in futures for row in future.result()]
+    reds = [_against_clean(row, name, rows) for name, row in found]
+    planted = {row.fault for row in reds}
+    unfit += [(red.name, "no chosen arm has a place for it") for red in wanted if red.name not in planted]
+    order = {name: index for index, name in enumerate(RED)}
+    return tuple(sorted(reds, key=lambda row: order[row.fault])), tuple(unfit)
+
+
+def _mutating(ran: Ran, index: int, kinds: tuple[str, ...], values: Arrays) -> Callable[[], list[RedRow]]:
+    return lambda: barriers.try_mutants(ran.arm.name, ran.plan, ran.plan.kernels[index], kinds, values)
+
+
+def _planting(
+    session: Session, red: RedArm, ran: Ran, jobs: list[Job], clean: Outcomes
+) -> Callable[[], list[RedRow]]:
+    assert red.plant is not None
+    plant = red.plant
+    return lambda: [
+        _plant(session, red, ran, fault, jobs, clean) for fault in plant(session.program, ran.plan)
+    ]
+
+
+def _plant(session: Session, red: RedArm, ran: Ran, fault: Fault, jobs: list[Job], clean: Outcomes) -> RedRow:
+    started = time.perf_counter()
+    request = session.request
+    loaded = load(
+        session.machine, fault.plan, source=fault.source, race=request.race, misaligned=ran.arm.misaligned
+    )
+    given = [(job, job.inputs if fault.inputs is None else fault.inputs(job.inputs)) for job in jobs]
+    outcomes = [(job, execute(loaded, inputs)) for job, inputs in given]
+    again = [(job, execute(loaded, inputs, fill=POISONS[1])) for job, inputs in given]
+    expected = red.check
+    verdicts = [checks.bits(outcomes, clean)]
+    if ran.arm.name == BASELINE:
+        expected = "reference" if red.check == "bits" else red.check
+        values = [checks.reference_values(session.program, job, outcome) for job, outcome in outcomes]
+        verdicts.append(checks.against_reference(session.program, outcomes, values))
+    verdicts += [checks.poison(outcomes, again), checks.inputs_unchanged(outcomes), checks.findings(outcomes)]
+    verdicts += [checks.race(outcomes)] if request.race else []
+    caught = tuple(verdict.check for verdict in verdicts if not verdict.ok)
+    detail = next((v.detail for v in verdicts if v.check == expected), "")
+    unmoved = _unmoved(fault, verdicts[0])
+    if unmoved:
+        caught = tuple(check for check in caught if check != expected)
+        detail = f"{', '.join(unmoved)} did not move"
+    return RedRow(
+        fault=red.name,
+        site=f"{ran.arm.name}: {fault.where}",
+        expected=expected,
+        caught_by=caught,
+        detail=detail or f"{expected} saw nothing wrong",
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _unmoved(fault: Fault, bits: Verdict) -> list[str]:
+    """Results that the fault must move and did not."""
+    counts = dict(bits.counts)
+    return [name for name in fault.moves if not counts.get(name)]
+
+
+def _against_clean(red: RedRow, arm: str, rows: Sequence[Row]) -> RedRow:
+    """A check that the clean arm fails as well has caught nothing."""
+    row = next(row for row in rows if row.arm == arm)
+    verdict = row.verdict(red.expected)
+    if verdict is None or verdict.ok:
+        return red
+    return replace(
+        red,
+        caught_by=tuple(check for check in red.caught_by if check != red.expected),
+        detail=f"the clean arm fails {red.expected} too: {verdict.detail}",
+    )

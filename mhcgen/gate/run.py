@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 from mhcgen.build import build_config
-from mhcgen.gate import checks, planted
+from mhcgen.gate import barriers, checks, planted
 from mhcgen.gate.arms import BASELINE, Arm, chosen
 from mhcgen.gate.checks import CHECKS, Outcomes, Verdict
 from mhcgen.gate.execute import POISONS, Array, Loaded, Machine, Outcome, execute, load, machine_of
@@ -39,7 +39,6 @@ class Session:
     machine: Machine
     jobs: list[Job]
     workers: ThreadPoolExecutor | None
-    references: dict[int, Mapping[str, Array]] = field(default_factory=dict)
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Start work beside others on the host; on a GPU the caller's thread, stream and device are kept."""
@@ -87,7 +86,7 @@ def run(request: Request, *, tamper: Tamper | None = None) -> Report:
     arms, refused = chosen(program, request.options, request.arms)
     with _session(request, program) as session:
         rows, runs = run_arms(session, arms, tamper)
-        reds, unfit = run_red(session, runs) if request.red else ((), ())
+        reds, unfit = run_red(session, rows, runs) if request.red else ((), ())
         return Report(
             request=request,
             numeric_class=str(program.numeric_class),
@@ -201,6 +200,7 @@ def judge(session: Session, ran: Ran, baseline: Ran, plan: Plan) -> tuple[Verdic
         found.append(checks.findings(every))
         in_order = {job: outcome for job, outcome in ran.outcomes}
         found.append(checks.bits(ran.orders, [(job, in_order[job]) for job, _ in ran.orders], "orders"))
+        found.append(barriers.weakened(ran.plan, session.jobs, baseline.outcomes, race=session.request.race))
     if session.request.race:
         found.append(checks.race(every))
         found.append(checks.slab_once(ran.plan, ran.outcomes))
