@@ -160,11 +160,6 @@ CATALOGUE: dict[str, CatalogueEntry] = {
             "Leave `--cluster` out, or fuse the projection, rowsq and gates into the kernel.",
         ),
         CatalogueEntry(
-            "P-QUANT-GROUP",
-            "A quantisation group spans more columns than one warp holds in this schedule.",
-            "Use fewer threads, so that each thread holds more columns.",
-        ),
-        CatalogueEntry(
             "L-THREADS",
             "The thread count is not a multiple of 32 between 32 and 1024, or leaves no data warp.",
             "Use a multiple of 32 up to 1024; with a Sinkhorn warp of its own at least 64.",

@@ -7,7 +7,7 @@ kernel {rowsq gates sinkhorn collapse}
   logits   one element a lane | one row a lane | all in every lane | shared memory
 ```
 The reduction order over columns does not depend on any of it (mhcgen.arithmetic), so neither do the bits.
-Refusal codes: P-ELEMENT, P-REGISTERS, P-CHAIN, P-SLAB, P-QUANT-GROUP, L-THREADS.
+Refusal codes: P-ELEMENT, P-REGISTERS, P-CHAIN, P-SLAB, L-THREADS.
 
 Deliberately not done here: barriers. Steps only state what they touch.
 """
@@ -134,24 +134,30 @@ def _columns(plan: Plan, run: int, chunk: int, blocks: int = 1) -> Columns:
     return Columns(run, chunk, vector, blocks)
 
 
-def _run(hidden: int, threads: int, chunk: int) -> int:
-    """Smallest power-of-two run, at least a chunk, with which the threads cover H."""
-    run = chunk
+def _run(hidden: int, threads: int, least: int) -> int:
+    """Smallest power-of-two run, at least `least`, with which the threads cover H."""
+    run = least
     while threads * run < hidden:
         run *= 2
     return run
 
 
+def _least_run(stages: tuple[Stage, ...], chunk: int) -> int:
+    """Fewest columns of a thread: a chunk, and so many that a warp holds a whole quantisation group."""
+    return max([chunk, *(stage.attr("group") // 32 for stage in stages if stage.kind == "quant")])
+
+
 def _pointwise(plan: Plan, kernel: Kernel, chunk: int, log: list[LogEntry]) -> Kernel:
     hidden = plan.program.dim("H")
+    run = _least_run(plan.kernel_stages(kernel), chunk)
     wanted = (plan.options.threads or 32 * DEFAULT_WARPS) // 32
-    warps = min(wanted, -(-hidden // (32 * chunk))) if plan.options.threads is None else wanted
-    blocks = -(-hidden // (warps * 32 * chunk))
+    warps = min(wanted, -(-hidden // (32 * run))) if plan.options.threads is None else wanted
+    blocks = -(-hidden // (warps * 32 * run))
     log.append(
         Decision(
             "place",
             kernel.name,
-            f"{warps * 32} threads, {blocks} blocks a token, {chunk} columns a thread",
+            f"{warps * 32} threads, {blocks} blocks a token, {run} columns a thread",
             "no stage reduces over columns, so blocks may share a token",
         )
     )
@@ -160,7 +166,7 @@ def _pointwise(plan: Plan, kernel: Kernel, chunk: int, log: list[LogEntry]) -> K
         data_warps=warps,
         mix_warp=-1,
         warps=warps,
-        columns=_columns(plan, chunk, chunk, blocks),
+        columns=_columns(plan, run, chunk, blocks),
         grid="token_columns",
     )
 
@@ -286,7 +292,8 @@ def _slab_geometry(
     if not may_own:
         extras = (0,)
     for extra in extras:
-        run, data_warps = _slab_run(options, extra, hidden, chunk, len(streams) * n, kernel.name)
+        least = _least_run(stages, chunk)
+        run, data_warps = _slab_run(options, extra, hidden, least, len(streams) * n, kernel.name)
         need = len(streams) * n * run + WORKING_REGISTERS
         have = registers_per_thread(data_warps + extra)
         if need <= have:
@@ -324,7 +331,7 @@ def _slab_geometry(
     )
 
 
-def _slab_run(options: Options, extra: int, hidden: int, chunk: int, floats: int, kernel: str) -> tuple[int, int]:
+def _slab_run(options: Options, extra: int, hidden: int, least: int, floats: int, kernel: str) -> tuple[int, int]:
     """Run and data warps for a slab of `floats` registers a column; fewer, wider threads while it does not fit."""
     most = MAX_WARPS - extra if options.threads is None else options.threads // 32 - extra
     if most < 1:
@@ -335,7 +342,7 @@ def _slab_run(options: Options, extra: int, hidden: int, chunk: int, floats: int
             "a Sinkhorn warp of its own leaves no data warp in this block",
             "use at least 64 threads, or --mix-warp shared",
         )
-    run = _run(hidden, most * 32, chunk)
+    run = _run(hidden, most * 32, least)
     if options.threads is not None:
         return run, most
     data_warps = -(-hidden // (32 * run))
@@ -362,7 +369,7 @@ def _streaming(plan: Plan, kernel: Kernel, mixes: bool, chunk: int, log: list[Lo
             "a Sinkhorn warp of its own leaves no data warp in this block",
             "use at least 64 threads, or --mix-warp shared",
         )
-    run = _run(hidden, data_warps * 32, chunk)
+    run = _run(hidden, data_warps * 32, _least_run(plan.kernel_stages(kernel), chunk))
     log.append(
         Decision(
             "place",
