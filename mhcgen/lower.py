@@ -83,6 +83,7 @@ def command_of(plan: Plan) -> str:
         ("slab", o.slab, "auto"),
         ("mix-warp", o.mix_warp, "auto"),
         ("threads", o.threads, None),
+        ("cluster", o.cluster, None),
     ):
         if value != default:
             words.append(f"--{flag} {value}")
