@@ -236,7 +236,10 @@ def _run(folder: Path, name: str, given: dict[str, Array], tokens: int, backend:
 def _launch(module: Any, backend: str, step: dict[str, Any], values: dict[str, Array], tokens: int) -> list[str]:
     """One launch; results replace their poison in `values`."""
     kernel = step["kernel"]
-    grid = _sizes(step["grid"], tokens)
+    per_cluster = min(step.get("tokens_per_cluster", 1), tokens)
+    grid = _sizes(step["grid"], -(-tokens // per_cluster))
+    scalars = {"tokens": tokens, "per_cluster": per_cluster}
+    options = {"cluster": tuple(step["cluster"])} if "cluster" in step else {}
     tensors: dict[str, str] = {}
     arrays: dict[str, Array] = {}
     for param, entry in zip(module.kernels[kernel].params, step["parameters"], strict=True):
@@ -248,14 +251,16 @@ def _launch(module: Any, backend: str, step: dict[str, Any], values: dict[str, A
             arrays[param.name] = np.zeros(_sizes(entry["shape"], tokens), param.dtype)
     names = [param.name for param in module.kernels[kernel].params]
     if backend == "host":
-        report = module.launch(kernel, grid, step["threads"], [arrays.get(name, tokens) for name in names])
+        args: list[Any] = [arrays[name] if name in arrays else scalars[name] for name in names]
+        report = module.launch(kernel, grid, step["threads"], args, **options)
         wrong = report.text or ("" if report.blocks_run == np.prod(grid) else f"{report.blocks_run} blocks ran")
     else:
         from mhcgen.backends.cuda import to_device, to_host
 
         before = module.launches[kernel]
         device = {name: to_device(array) for name, array in arrays.items()}
-        module.launch(kernel, grid, (step["threads"], 1, 1), [device.get(name, tokens) for name in names])
+        args = [device[name] if name in device else scalars[name] for name in names]
+        module.launch(kernel, grid, (step["threads"], 1, 1), args, **options)
         arrays = {name: to_host(array) for name, array in device.items()}
         wrong = "" if module.launches[kernel] == before + 1 else "it was not launched"
     for name, tensor in tensors.items():

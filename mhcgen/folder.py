@@ -159,14 +159,21 @@ def _kernel(plan: Plan, kernel: Kernel) -> dict[str, Any]:
                 "alignment": ITEMSIZES[tensor.dtype] if plan.options.scalar else VECTOR_ALIGNMENT,
             }
         parameters.append(entry)
-    return {
+    blocks = kernel.columns.blocks if kernel.columns is not None else 1
+    found: dict[str, Any] = {
         "kernel": kernel.name,
         "stages": list(kernel.stages),
-        "grid": ["T", kernel.columns.blocks if kernel.columns is not None else 1, 1],
+        "grid": ["T", blocks, 1],
         "threads": kernel.threads,
         "shared_bytes": kernel.shared_bytes,
-        "parameters": parameters,
     }
+    if kernel.cluster > 1:
+        # Each cluster takes `per_cluster` tokens, a run-time argument of 1 to this many.
+        found |= {
+            "grid": ["ceil(T / per_cluster)", blocks, 1], "cluster": [1, kernel.cluster, 1],
+            "tokens_per_cluster": kernel.tokens,
+        }
+    return {**found, "parameters": parameters}
 
 
 #: Text of test_differential.py; VERSION and COMMAND are filled in.

@@ -185,6 +185,7 @@ SHARED: tuple[inspect.Parameter, ...] = (
         "The weakest correct barriers (auto, warp), or block barriers throughout.",
     ),
     _shared("threads", int, "--threads", "N", "Threads per block, every warp counted: a multiple of 32 to 1024."),
+    _shared("cluster", int, "--cluster", "N", "Most thread blocks that share a token's columns; 1 for no cluster."),
     _shared(
         "slab", str, "--slab", _choice(SLABS), "Where the streams wait between square sum and collapse."
     ),
