@@ -15,12 +15,17 @@ from mhcgen.errors import TemplateError
 from mhcgen.functions import Function
 from mhcgen.lower import EmitItem, EmitKernel, EmitPlan
 
+#: Templates that are no files of this package, by name: those of comb kinds registered from outside.
+EXTRA_TEMPLATES: dict[str, str] = {}
+
 
 @cache
 def environment() -> jinja2.Environment:
     """The strict environment: a missing name is an error, and nothing is escaped."""
     return jinja2.Environment(
-        loader=jinja2.PackageLoader("mhcgen", "templates"),
+        loader=jinja2.ChoiceLoader(
+            [jinja2.PackageLoader("mhcgen", "templates"), jinja2.DictLoader(EXTRA_TEMPLATES)]
+        ),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mhcgen.combs import DirectMap, comb_program
 from mhcgen.ir import Program
+from mhcgen.stages import COMB_STAGES
 
 CTYPES = {
     "fp32": "float",
@@ -62,16 +64,21 @@ _BY_SET = (
     ("mhc_reciprocal", "reciprocal"),
     ("mhc_quotient", "quotient"),
     ("mhc_inverse_sqrt", "inverse_sqrt"),
+    ("mhc_log", "log"),
 )
 _COMMON_AFTER = tuple(
     (f"mhc_{stem}", stem)
     for stem in (
         "sigmoid",
+        "tanh",
         "plain",
         "add_eps",
         "divide",
         "divide_then_add_eps",
+        "divide_above",
         "exp_of_difference",
+        "exp_element",
+        "potential",
         "sync_data",
         "stamp",
         "at_rank",
@@ -107,9 +114,20 @@ def functions(program: Program, chunk: int, scalar: bool) -> tuple[Function, ...
         if (stem, suffix) != ("reciprocal", "ieee")
     ]
     found += [Function(name, f"functions/{stem}.cu.j2", {}) for name, stem in _COMMON_AFTER]
+    found += _comb_functions(program)
     for dtype in ("fp32", "bf16", "fp16", "int8", "fp8_e4m3"):
         found += _memory_functions(dtype, chunk, scalar)
     return tuple(found)
+
+
+def _comb_functions(program: Program) -> list[Function]:
+    """Direct maps of the mixing matrices of a Program, each kind once."""
+    maps = {s.attr("comb"): comb_program(s, program.dim("n")) for s in program.stages_of_kind(*COMB_STAGES)}
+    return [
+        Function(f"mhc_comb_{kind}", made.template, dict(made.fields))
+        for kind, made in maps.items()
+        if isinstance(made, DirectMap)
+    ]
 
 
 def vector_of(dtype: str, chunk: int, scalar: bool) -> int:

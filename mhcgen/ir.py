@@ -78,6 +78,10 @@ class Stage:
         """Value of an attribute; KeyError if the stage has no such attribute."""
         return dict(self.attrs)[key]
 
+    def option(self, key: str, default: AttrValue) -> Any:
+        """Value of an attribute that may be absent, `default` if it is."""
+        return dict(self.attrs).get(key, default)
+
     @property
     def reads(self) -> tuple[str, ...]:
         """Names of the tensors it reads, in slot order."""

@@ -150,6 +150,11 @@ CATALOGUE: dict[str, CatalogueEntry] = {
             "Use placement shared, or split the group.",
         ),
         CatalogueEntry(
+            "P-MATRIX",
+            "The lanes of a warp hold logits of an n x n matrix, and this mixing matrix has other logits or none.",
+            "Use placement shared.",
+        ),
+        CatalogueEntry(
             "P-SLAB",
             "The streams of one token do not fit the registers of one block at this n, H and block size.",
             "Use more threads, or leave the slab in global memory (`--slab global`).",

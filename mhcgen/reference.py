@@ -1,9 +1,12 @@
 """What a Program computes, in float64 numpy: one plain function per kind of stage.
 
 This is the oracle that emitted code is compared with. It shares no code and no constant with templates,
-passes or `combs`, imports nothing but numpy, and reads a Program only through its attributes, so a mistake
-there cannot repeat itself here. Formulas are those of the DeepSeek-V4 inference rule unless a function names
-another source.
+passes or `combs`, imports nothing but numpy (its mixing matrices are in `mhcgen.reference_combs`, which imports
+nothing else either), and reads a Program only through its attributes, so a mistake there cannot repeat itself here.
+Formulas are those of the DeepSeek-V4 inference rule unless a function names another source.
+
+Streams are [T, n, H] in every function; a Program's tensor of shape T, H, n (stream-last) is turned on its way in
+and out. Gates and matrices that are the same for all tokens have no T.
 
 Arithmetic follows IEEE 754, in `run` without warnings: 0/0 is NaN, a row of logits that is -inf throughout
 becomes NaN, and a NaN in one token reaches results of that token only. A token count of 0 gives results of
@@ -18,7 +21,12 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from mhcgen.reference_combs import COMBS
+
 Array = npt.NDArray[np.float64]
+
+#: Shape of streams whose memory has the streams of a column side by side.
+STREAM_LAST = ("T", "H", "n")
 
 #: Significant bits, exponent of the smallest normal number, largest finite number of each narrow float.
 _FLOATS: dict[str, tuple[int, int, float]] = {
@@ -103,6 +111,10 @@ def ceil_power_of_two(values: npt.ArrayLike) -> Array:
     return np.asarray(np.where((exact == 0) | ~np.isfinite(exact), exact, power), dtype=np.float64)
 
 
+#: Kinds whose function the caller gives.
+OPAQUE = ("branch", "engram", "tap")
+
+
 def sigmoid(values: npt.ArrayLike) -> Array:
     """1 / (1 + exp(-v)); exactly 0 and 1 far out, NaN stays."""
     exact = np.asarray(values, dtype=np.float64)
@@ -124,26 +136,55 @@ def project(x: Array, fn: Array) -> Array:
     return mixes
 
 
-def rowsq(x: Array, mixes: Array, eps: float) -> Array:
-    """mixes_scaled [T, R] = mixes / sqrt(mean of x^2 over streams and columns + eps); eps inside the root."""
+def root_mean_square(mean_square: Array, eps: float, eps_place: str = "in") -> Array:
+    """sqrt(mean + eps) (in), sqrt(mean) + eps (out: Megatron, TileOPs), or max(sqrt(mean), eps) (clamp: mHC-lite)."""
+    if eps_place == "out":
+        return np.sqrt(mean_square) + eps
+    if eps_place == "clamp":
+        return np.maximum(np.sqrt(mean_square), eps)
+    if eps_place != "in":
+        raise ValueError(f"unknown place of eps {eps_place!r}")
+    root: Array = np.sqrt(mean_square + eps)
+    return root
+
+
+def rowsq(x: Array, mixes: Array, eps: float, eps_place: str = "in") -> Array:
+    """mixes_scaled [T, R] = mixes / the root mean square of x over streams and columns; eps inside the root."""
     mean_square: Array = np.mean(x * x, axis=(1, 2))
-    return mixes / np.sqrt(mean_square + eps)[:, None]
+    return mixes / root_mean_square(mean_square, eps, eps_place)[:, None]
 
 
 def gates(
-    mixes_scaled: Array, scale: Array, base: Array, pre_eps: float, post_mult: float
+    mixes_scaled: Array,
+    scale: Array,
+    base: Array,
+    pre_eps: float,
+    post_mult: float,
+    *,
+    streams: int | None = None,
+    form: str = "affine",
+    pre_act: str = "sigmoid",
+    post_act: str = "sigmoid",
 ) -> tuple[Array, Array, Array]:
-    """pre [T, n], post [T, n] and the logits of comb [T, n*n] from mixes_scaled [T, (2+n)n].
+    """pre [T, n], post [T, n] and the logits of comb [T, L] from mixes_scaled [T, 2n + L].
 
-    Columns are pre n | post n | comb n*n, with one scale each and one base a column. pre takes eps, post does
-    not.
+    Columns are pre n | post n | comb L, with one scale each and one base a column. pre takes eps, post does
+    not. In the form `scaled` (plain hyper-connections, arXiv 2409.19606) the activation comes first, of the logits
+    too: act(mixes) * scale + base.
+
+    Args:
+        streams: n; None where L = n*n, so that it follows from the number of columns.
     """
     columns = mixes_scaled.shape[1]
-    n = next(k for k in range(1, columns + 1) if (2 + k) * k >= columns)
-    pre = mixes_scaled[:, :n] * scale[0] + base[:n]
-    post = mixes_scaled[:, n : 2 * n] * scale[1] + base[n : 2 * n]
-    comb = mixes_scaled[:, 2 * n :] * scale[2] + base[2 * n :]
-    return sigmoid(pre) + pre_eps, post_mult * sigmoid(post), comb
+    n = streams or next(k for k in range(1, columns + 1) if (2 + k) * k >= columns)
+    act: dict[str, Callable[[Array], Array]] = {"sigmoid": sigmoid, "tanh": np.tanh}
+    parts = [slice(0, n), slice(n, 2 * n), slice(2 * n, None)]
+    if form == "scaled":
+        acts = [act[pre_act], act[post_act], act[pre_act]]
+        pre, post, comb = (a(mixes_scaled[:, p]) * s + base[p] for a, p, s in zip(acts, parts, scale, strict=True))
+        return pre + pre_eps, post_mult * post, comb
+    pre, post, comb = (mixes_scaled[:, p] * s + base[p] for p, s in zip(parts, scale, strict=True))
+    return act[pre_act](pre) + pre_eps, post_mult * act[post_act](post), comb
 
 
 def head_gates(mixes_scaled: Array, scale: Array, base: Array, pre_eps: float) -> Array:
@@ -152,7 +193,7 @@ def head_gates(mixes_scaled: Array, scale: Array, base: Array, pre_eps: float) -
 
 
 def sinkhorn(logits: Array, iters: int, eps: float) -> Array:
-    """comb [T, from_stream, to_stream] from logits [T, n*n], row-major (from * n + to).
+    """comb [T, from_stream, to_stream] of the DeepSeek-V4 rule from logits [T, n*n], row-major (from * n + to).
 
     Iteration 1 is a softmax over to_stream, plus eps, then a division of each column by its sum + eps; each
     of the iters - 1 others divides rows, then columns, by their sums + eps.
@@ -160,22 +201,28 @@ def sinkhorn(logits: Array, iters: int, eps: float) -> Array:
     Raises:
         ValueError: the number of logits is not a square, or iters < 1.
     """
-    n = round(logits.shape[1] ** 0.5)
-    if n * n != logits.shape[1] or iters < 1:
-        raise ValueError(f"sinkhorn wants n*n logits and iters >= 1, got {logits.shape[1]} and {iters}")
-    from_stream, to_stream = 1, 2
-    c: Array = logits.reshape(-1, n, n)
-    c = np.exp(c - np.max(c, axis=to_stream, keepdims=True))
-    c = c / np.sum(c, axis=to_stream, keepdims=True) + eps
-    c = c / (np.sum(c, axis=from_stream, keepdims=True) + eps)
-    for _ in range(iters - 1):
-        for axis in (to_stream, from_stream):
-            c = c / (np.sum(c, axis=axis, keepdims=True) + eps)
-    return c
+    return COMBS["sinkhorn"](logits, round(logits.shape[1] ** 0.5), {"iters": iters, "eps": eps})
+
+
+def comb(kind: str, logits: Array | None, streams: int, tokens: int, attrs: Mapping[str, Any]) -> Array:
+    """comb [T, n, n] of any kind; [n, n] where the logits have no T.
+
+    Raises:
+        ValueError: unknown kind.
+    """
+    if kind not in COMBS:
+        raise ValueError(f"unknown comb {kind!r}")
+    if logits is None:
+        return COMBS[kind](np.zeros((tokens, 0)), streams, attrs)
+    if logits.ndim == 1:
+        static: Array = COMBS[kind](logits[None], streams, attrs)[0]
+        return static
+    return COMBS[kind](logits, streams, attrs)
 
 
 def collapse(x: Array, pre: Array) -> Array:
     """y [T, H] = sum over streams of pre[t, c] x[t, c, h]."""
+    pre = pre.reshape(-1, x.shape[1])
     y = np.zeros((x.shape[0], x.shape[2]))
     for c in range(x.shape[1]):
         y = y + pre[:, c, None] * x[:, c, :]
@@ -225,6 +272,7 @@ def quant(z: Array, scheme: str, group: int, pow2: bool) -> tuple[Array, Array]:
 def post(x: Array, f: Array, post: Array, comb: Array) -> Array:
     """x_next [T, n, H]: x_next[t, to] = post[t, to] f[t] + sum over from of comb[t, from, to] x[t, from]."""
     n = x.shape[1]
+    post, comb = post.reshape(-1, n), comb.reshape(-1, n, n)
     x_next = np.zeros(x.shape)
     for to_stream in range(n):
         x_next[:, to_stream] = post[:, to_stream, None] * f
@@ -236,6 +284,12 @@ def post(x: Array, f: Array, post: Array, comb: Array) -> Array:
 def mean(x: Array) -> Array:
     """y [T, H]: unweighted mean of the streams (the exit of GLM-5.3-Flash)."""
     y: Array = np.mean(x, axis=1)
+    return y
+
+
+def total(x: Array) -> Array:
+    """y [T, H]: sum of the streams (the exit of mHC-lite and of plain hyper-connections)."""
+    y: Array = np.sum(x, axis=1)
     return y
 
 
@@ -280,6 +334,10 @@ def run(
         sizes = {**dims, "T": tokens}
         return tuple(d if isinstance(d, int) else sizes[d] for d in declared[name].shape)
 
+    def turned(name: str, array: Array) -> Array:
+        """Stored to canonical and back: stream-last tensors swap their last two axes."""
+        return np.swapaxes(array, 1, 2) if tuple(declared[name].shape) == STREAM_LAST else array
+
     for tensor in program.tensors:
         if tensor.role in ("input", "parameter"):
             array = np.asarray(inputs[tensor.name]).astype(np.float64)
@@ -287,12 +345,14 @@ def run(
                 raise ValueError(f"input {tensor.name} has shape {array.shape}, wants {shape(tensor.name)}")
             values[tensor.name] = array
     for stage in program.stages:
-        operands = {slot: values[name] for slot, name in stage.operands}
+        opaque = stage.kind in OPAQUE
+        operands = {slot: values[name] if opaque else turned(name, values[name]) for slot, name in stage.operands}
         function = branches.get(stage.name, branches.get(stage.kind))
         with np.errstate(all="ignore"):
-            produced = evaluate(stage, operands, dims, function)
+            produced = evaluate(stage, operands, {**dims, "T": tokens}, function)
         for slot, name in stage.results:
             array = np.asarray(produced[slot], dtype=np.float64)
+            array = array if opaque else turned(name, array)
             if array.shape != shape(name):
                 raise ValueError(f"stage {stage.name} gave {name} the shape {array.shape}, wants {shape(name)}")
             dtype = declared[name].dtype
@@ -325,8 +385,8 @@ def evaluate(
 
     Args:
         stage: any kind.
-        operands: float64 arrays by slot.
-        dims: sizes of the Program's symbols.
+        operands: float64 arrays by slot, streams as [T, n, H].
+        dims: sizes of the Program's symbols; T is needed only where a stage has no operand of that length.
         function: what an opaque stage computes.
 
     Raises:
@@ -334,7 +394,7 @@ def evaluate(
     """
     o, attr = operands, dict(stage.attrs)
     kind = stage.kind
-    if kind in ("branch", "engram", "tap"):
+    if kind in OPAQUE:
         if function is None:
             raise ValueError(f"opaque stage {stage.name} ({kind}) needs a function in branches")
         return {slot: np.asarray(function(*o.values())).astype(np.float64) for slot, _ in stage.results}
@@ -343,17 +403,17 @@ def evaluate(
     if kind == "project":
         return {"mixes": project(o["x"], o["fn"])}
     if kind == "rowsq":
-        return {"mixes_scaled": rowsq(o["x"], o["mixes"], attr["eps"])}
+        return {"mixes_scaled": rowsq(o["x"], o["mixes"], attr["eps"], attr.get("eps_place", "in"))}
     if kind == "gates":
-        found = gates(o["mixes_scaled"], o["scale"], o["base"], attr["pre_eps"], attr["post_mult"])
+        form = {key: attr[key] for key in ("form", "pre_act", "post_act") if key in attr}
+        mixes, eps, mult = o["mixes_scaled"], attr["pre_eps"], attr["post_mult"]
+        found = gates(mixes, o["scale"], o["base"], eps, mult, streams=dims["n"], **form)
         return dict(zip(("pre", "post", "logits"), found, strict=True))
     if kind == "head_gates":
         return {"pre": head_gates(o["mixes_scaled"], o["scale"], o["base"], attr["pre_eps"])}
-    if kind == "sinkhorn":
-        if attr["comb"] != "sinkhorn":
-            raise ValueError(f"stage {stage.name} has unknown comb {attr['comb']!r}")
-        comb = sinkhorn(o["logits"], attr["iters"], attr["eps"])
-        return {"comb": comb, "iterations": np.full(comb.shape[0], float(attr["iters"]))}
+    if kind in ("sinkhorn", "comb"):
+        made = comb(attr["comb"], o.get("logits"), dims.get("n", 0), dims.get("T", 0), attr)
+        return {"comb": made, "iterations": np.full(made.shape[0], float(attr.get("iters", 0)))}
     if kind == "collapse":
         return {"y": collapse(o["x"], o["pre"])}
     if kind == "norm":
@@ -365,4 +425,6 @@ def evaluate(
         return {"x_next": post(o["x"], o["f"], o["post"], o["comb"])}
     if kind == "mean":
         return {"y": mean(o["x"])}
+    if kind == "sum":
+        return {"y": total(o["x"])}
     raise ValueError(f"stage {stage.name} has unknown kind {kind!r}")

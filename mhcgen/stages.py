@@ -6,7 +6,8 @@ one warp's worth) or *opaque* (a branch: nothing is known of its inside).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from mhcgen.ir import Dim
 
@@ -21,6 +22,10 @@ LOCAL: dict[Dim, tuple[Dim, ...]] = {"M": ("R", "n")}
 GATE: tuple[Dim, ...] = ("T", "n")
 MATRIX: tuple[Dim, ...] = ("T", "n", "n")
 
+#: Kinds that make the mixing matrix: iterated, and a direct map of the logits. Their attribute `comb` names an entry
+#: of `mhcgen.combs.COMB_KINDS`, which may have attributes of its own.
+COMB_STAGES = ("sinkhorn", "comb")
+
 
 @dataclass(frozen=True)
 class StageKind:
@@ -33,6 +38,7 @@ class StageKind:
         results: (slot, shape) pairs likewise.
         attrs: names of the attributes it must have.
         meaning: the formula, for `mhcgen explain`.
+        options: attributes that may be absent -> legal values, the first being meant then.
     """
 
     name: str
@@ -41,6 +47,7 @@ class StageKind:
     results: tuple[tuple[str, tuple[Dim, ...]], ...]
     attrs: tuple[str, ...]
     meaning: str
+    options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 KINDS: dict[str, StageKind] = {
@@ -69,14 +76,19 @@ KINDS: dict[str, StageKind] = {
             (("mixes_scaled", PROJECTED),),
             ("acc", "eps"),
             "mixes_scaled[t,:] = mixes[t,:] / sqrt(mean(x[t]^2) + eps)",
+            # in: sqrt(mean + eps). out: sqrt(mean) + eps. clamp: max(sqrt(mean), eps).
+            # rsqrt: times the inverse. divide: divided by the root.
+            {"eps_place": ("in", "out", "clamp"), "form": ("rsqrt", "divide")},
         ),
         StageKind(
             "gates",
             "mix",
             (("mixes_scaled", MIXES), ("scale", (3,)), ("base", ("R",))),
-            (("pre", GATE), ("post", GATE), ("logits", ("T", "L"))),
+            (("pre", GATE), ("post", GATE), ("logits?", ("T", "L"))),
             ("post_mult", "pre_eps"),
             "l = mixes_scaled * scale_g + base; pre = sigmoid(l_pre) + pre_eps; post = post_mult sigmoid(l_post)",
+            # scaled: the activation first, of all mixes, then scale and base.
+            {"form": ("affine", "scaled"), "pre_act": ("sigmoid", "tanh"), "post_act": ("sigmoid", "tanh")},
         ),
         StageKind(
             "head_gates",
@@ -93,6 +105,14 @@ KINDS: dict[str, StageKind] = {
             (("comb", MATRIX), ("iterations?", ("T",))),
             ("comb", "early_stop", "eps", "iters"),
             "comb[t,j,k] = C after `iters` rounds of row and column normalisation of softmax(logits)",
+        ),
+        StageKind(
+            "comb",
+            "mix",
+            (("logits?", ("T", "L")),),
+            (("comb", MATRIX),),
+            ("comb",),
+            "comb[t,j,k] = the kind's function of the logits",
         ),
         StageKind(
             "collapse",

@@ -5,11 +5,12 @@ Rules about schedules live with the Plan (`mhcgen.plan.verify_plan`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
+from mhcgen.combs import COMB_KINDS
 from mhcgen.errors import ProgramError
 from mhcgen.ir import DTYPES, ROLES, Dim, Program, Stage
-from mhcgen.stages import KINDS, LOCAL
+from mhcgen.stages import COMB_STAGES, KINDS, LOCAL
 
 Rule = Callable[[Program], Iterator[str]]
 
@@ -45,8 +46,37 @@ def every_stage_matches_its_kind(program: Program) -> Iterator[str]:
         have_attrs = {key for key, _ in stage.attrs}
         for key in sorted(set(kind.attrs) - have_attrs):
             yield f"stage {stage.name} ({stage.kind}) lacks attribute {key}"
-        for key in sorted(have_attrs - set(kind.attrs)):
+        options = {**kind.options, **_comb_options(stage)}
+        for key in sorted(have_attrs - set(kind.attrs) - set(options)):
             yield f"stage {stage.name} ({stage.kind}) has unknown attribute {key}"
+        for key, legal in options.items():
+            have = stage.option(key, legal[0])
+            if have not in legal:
+                yield f"stage {stage.name} ({stage.kind}): {key} is {have!r}, not one of {', '.join(legal)}"
+
+
+def _comb_options(stage: Stage) -> Mapping[str, tuple[str, ...]]:
+    kind = COMB_KINDS.get(stage.option("comb", ""))
+    return kind.options if stage.kind in COMB_STAGES and kind is not None else {}
+
+
+def every_matrix_is_of_a_kind(program: Program) -> Iterator[str]:
+    """A stage that makes a mixing matrix names a kind of that stage, with logits and streams the kind takes."""
+    n = program.dim("n")
+    for stage in program.stages_of_kind(*COMB_STAGES):
+        kind = COMB_KINDS.get(stage.option("comb", ""))
+        if kind is None:
+            yield f"stage {stage.name} has unknown comb {stage.option('comb', '')!r}"
+        elif kind.stage != stage.kind:
+            yield f"stage {stage.name}: comb {kind.name} is made by stages of kind {kind.stage}, not {stage.kind}"
+        elif kind.streams(n):
+            yield f"stage {stage.name}: comb {kind.name}: {kind.streams(n)}"
+        elif kind.check(stage):
+            yield f"stage {stage.name}: comb {kind.name}: {kind.check(stage)}"
+        elif (kind.logits(n) > 0) != ("logits" in dict(stage.operands)):
+            yield f"stage {stage.name}: comb {kind.name} takes {kind.logits(n)} logits at n = {n}"
+        elif "logits" in dict(stage.operands) and _size(program, "L") != kind.logits(n):
+            yield f"stage {stage.name}: comb {kind.name} takes {kind.logits(n)} logits, and L = {_size(program, 'L')}"
 
 
 def every_operand_is_declared(program: Program) -> Iterator[str]:
@@ -183,6 +213,7 @@ def a_program_has_results(program: Program) -> Iterator[str]:
 RULES: tuple[Rule, ...] = (
     names_are_unique,
     every_stage_matches_its_kind,
+    every_matrix_is_of_a_kind,
     every_operand_is_declared,
     every_tensor_has_one_writer,
     every_value_is_used,

@@ -17,12 +17,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mhcgen.backends.archs import parse_arch
+from mhcgen.combs import DirectMap, comb_program
 from mhcgen.errors import UsageError
 from mhcgen.ir import Program, Stage
 from mhcgen.log import Decision, LogEntry
 from mhcgen.passes.refuse import refuse
 from mhcgen.plan import MIX_WARPS, PLACEMENTS, SLABS, SYNCS, Columns, Kernel, Options, Place, Plan
-from mhcgen.stages import KINDS
+from mhcgen.stages import COMB_STAGES, KINDS
 from mhcgen.steps import expand_kernel
 
 MAX_WARPS = 32
@@ -40,7 +41,7 @@ ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8_e4m3": 1, "int32": 
 #: Kinds that need every column of a token in one block.
 REDUCING = ("project", "rowsq", "norm")
 #: Kinds whose totals or small vectors are worked on by one warp.
-MIXING = ("project", "rowsq", "gates", "head_gates", "sinkhorn")
+MIXING = ("project", "rowsq", "gates", "head_gates", *COMB_STAGES)
 
 
 def place(plan: Plan) -> Plan:
@@ -403,7 +404,7 @@ def register_limit(warps: int) -> int:
 
 def _layout(plan: Plan, kernel: Kernel, stages: tuple[Stage, ...], log: list[LogEntry]) -> str:
     """How lanes hold the mixes and the matrix: element, row, registers or shared."""
-    if not any(stage.kind in ("gates", "head_gates", "sinkhorn") for stage in stages):
+    if not any(stage.kind in ("gates", "head_gates", *COMB_STAGES) for stage in stages):
         return ""
     n, wish = plan.program.dim("n"), plan.options.placement
     square = power_of_two(n) ** 2
@@ -414,6 +415,15 @@ def _layout(plan: Plan, kernel: Kernel, stages: tuple[Stage, ...], log: list[Log
             f"placement element at n = {n}",
             f"one element a lane needs {power_of_two(n)} x {power_of_two(n)} = {square} lanes, and a warp has 32",
             "use --placement row, which holds one row a lane up to n = 16",
+        )
+    other = _no_matrix(plan, stages)
+    if wish in ("element", "row", "registers") and other:
+        raise refuse(
+            "place",
+            "P-MATRIX",
+            f"placement {wish} in {kernel.name}",
+            f"the lanes hold logits of an n x n matrix, and {other}",
+            "use --placement shared",
         )
     chain = _one_chain(plan, stages)
     if wish in ("element", "row", "registers") and not chain:
@@ -436,12 +446,13 @@ def _layout(plan: Plan, kernel: Kernel, stages: tuple[Stage, ...], log: list[Log
     if wish != "auto":
         log.append(Decision("place", "logits, comb", wish, "asked for"))
         return wish
-    if not chain:
-        log.append(
-            Decision(
-                "place", "logits, comb", "shared", "the lanes hold the mixes of one site, and here are more than one"
-            )
+    if other or not chain:
+        why = (
+            f"the lanes hold logits of an n x n matrix, and {other}"
+            if other
+            else "the lanes hold the mixes of one site, and here are more than one"
         )
+        log.append(Decision("place", "logits, comb", "shared", why))
         return "shared"
     if plan.options.sync == "block":
         log.append(
@@ -469,13 +480,26 @@ def _layout(plan: Plan, kernel: Kernel, stages: tuple[Stage, ...], log: list[Log
     return "row"
 
 
+def _no_matrix(plan: Plan, stages: tuple[Stage, ...]) -> str:
+    """Why lanes cannot hold the logits of these stages, which then live in shared memory; empty where they can."""
+    n = plan.program.dim("n")
+    for stage in stages:
+        if stage.kind in COMB_STAGES and isinstance(comb_program(stage, n), DirectMap):
+            return f"comb {stage.attr('comb')} has one logit for something else"
+        if stage.kind == "gates":
+            logits = dict(stage.results).get("logits")
+            if logits is None or plan.program.shape(logits, 1)[-1] != n * n:
+                return f"{stage.name} makes no n x n logits"
+    return ""
+
+
 def _one_chain(plan: Plan, stages: tuple[Stage, ...]) -> bool:
-    """Whether at most one set of mixes is worked on: one gates stage, one sinkhorn, and that of its logits."""
-    by_kind = {kind: [s for s in stages if s.kind == kind] for kind in ("gates", "sinkhorn")}
-    if any(len(found) > 1 for found in by_kind.values()):
+    """Whether at most one set of mixes is worked on: one gates stage, one matrix, and that of its logits."""
+    gates = [s for s in stages if s.kind == "gates"]
+    matrices = [s for s in stages if s.kind in COMB_STAGES]
+    if len(gates) > 1 or len(matrices) > 1:
         return False
-    pairs = ((g, s) for g in by_kind["gates"] for s in by_kind["sinkhorn"])
-    return all(g.result("logits") == s.operand("logits") for g, s in pairs)
+    return all(dict(g.results).get("logits") == dict(s.operands).get("logits") for g in gates for s in matrices)
 
 
 def _fits_lanes(plan: Plan, kernel: Kernel, slot: str, tensor: str) -> bool:
@@ -483,7 +507,7 @@ def _fits_lanes(plan: Plan, kernel: Kernel, slot: str, tensor: str) -> bool:
     inside = [r for r in plan.program.readers.get(tensor, ()) if r in kernel.stages]
     kinds = {plan.program.stage(r).kind for r in inside}
     if slot == "logits":
-        return kinds == {"sinkhorn"}
+        return bool(kinds) and kinds <= set(COMB_STAGES)
     return slot == "mixes_scaled" and kinds == {"gates"} and not plan.escapes(kernel, tensor)
 
 
@@ -518,8 +542,10 @@ def _places(
                 places[tensor] = Place(tensor, "lane", layout)
             else:
                 places[tensor] = Place(tensor, "shared")
-        if stage.kind in ("gates", "sinkhorn"):
-            matrix = stage.result("logits" if stage.kind == "gates" else "comb")
+        if stage.kind in ("gates", *COMB_STAGES):
+            # Gates without logits still say by their pre how the mixes are held.
+            results = dict(stage.results)
+            matrix = results["comb"] if stage.kind != "gates" else results.get("logits", results["pre"])
             places[matrix] = replace(places[matrix], layout=layout)
         for tensor in stage.reads:
             places.setdefault(tensor, Place(tensor, "global"))

@@ -9,6 +9,7 @@ import networkx as nx
 
 from mhcgen.ir import Stage
 from mhcgen.plan import Buffer, Kernel, Plan
+from mhcgen.stages import COMB_STAGES
 from mhcgen.steps import cluster, column, mix, sinkhorn
 from mhcgen.steps.context import Context
 
@@ -21,6 +22,7 @@ EXPANDERS: dict[str, Expand] = {
     "gates": mix.gates,
     "head_gates": mix.head_gates,
     "sinkhorn": sinkhorn.sinkhorn,
+    "comb": sinkhorn.sinkhorn,
     "collapse": column.collapse,
     "norm": column.norm,
     "quant": column.quant,
@@ -44,7 +46,7 @@ CLUSTER_EXPANDERS: dict[str, ClusterExpand] = {
 
 
 def stage_order(plan: Plan, kernel: Kernel) -> tuple[str, ...]:
-    """Topological order of a kernel's stages in which sinkhorn comes as late as it may.
+    """Topological order of a kernel's stages in which the mixing matrix comes as late as it may.
 
     Nothing on the way to y reads comb, so the columns never wait for the Sinkhorn.
     """
@@ -52,7 +54,7 @@ def stage_order(plan: Plan, kernel: Kernel) -> tuple[str, ...]:
     graph = plan.program.graph.subgraph(kernel.stages)
 
     def key(name: str) -> str:
-        late = plan.program.stage(name).kind == "sinkhorn"
+        late = plan.program.stage(name).kind in COMB_STAGES
         return f"{int(late)}{position[name]:06d}"
 
     return tuple(nx.lexicographical_topological_sort(graph, key=key))

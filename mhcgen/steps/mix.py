@@ -156,7 +156,7 @@ def gates(context: Context, stage: Stage) -> None:
         )
         context.step(stage, "lanes", "gates_lanes", "mix", writes, declares, elements=elements, **common)
         if context.small_targets(logits):
-            _store_matrix(context, stage, "store", logits)
+            store_matrix(context, stage, "store", logits)
         return
     matrix = context.share(f"s_{identifier(logits)}", "float", context.n * context.n)
     targets: tuple[str, ...] = (matrix,)
@@ -176,12 +176,13 @@ def gates(context: Context, stage: Stage) -> None:
     )
 
 
-def _store_matrix(context: Context, stage: Stage, piece: str, tensor: str) -> None:
+def store_matrix(context: Context, stage: Stage, piece: str, tensor: str, suffix: str = "") -> None:
+    """The lanes' matrix to where a tensor lives; suffix `_transposed` swaps its axes."""
     fields = lane_fields(context)
     context.step(
         stage,
         piece,
-        f"store_matrix_{context.layout}",
+        f"store_matrix_{context.layout}{suffix}",
         "mix",
         context.small_accesses(tensor),
         lane_declares(context),

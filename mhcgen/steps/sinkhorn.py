@@ -1,38 +1,39 @@
-"""The mixing matrix: half-steps of a comb program in whichever place the matrix lives."""
+"""The mixing matrix: steps of a comb program in whichever place the matrix lives, or a direct map."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from mhcgen.combs import HalfStep, comb_program
+from mhcgen.combs import CombProgram, DirectMap, ElementStep, HalfStep, LogStep, comb_program
 from mhcgen.ir import Stage
 from mhcgen.plan import Access, Declare, Loop, Node
 from mhcgen.steps.context import LANE_LAYOUTS, Context, identifier
-from mhcgen.steps.mix import _store_matrix, lane_declares, lane_fields
+from mhcgen.steps.mix import lane_declares, lane_fields, store_matrix
 
 
 def sinkhorn(context: Context, stage: Stage) -> None:
-    """comb from logits: start steps, the loop, and the store."""
-    program = comb_program(stage)
-    lanes = context.layout in LANE_LAYOUTS
-    if lanes:
+    """comb from logits: start steps, the loop, and the store; or element by element."""
+    program = comb_program(stage, context.n)
+    if isinstance(program, DirectMap):
+        _direct(context, stage)
+        return
+    if context.layout in LANE_LAYOUTS:
         _fetch_logits(context, stage)
     else:
         _fetch_logits_shared(context, stage)
-    half = _half_step_lanes if lanes else _half_step_shared
+    if program.potentials and context.layout not in LANE_LAYOUTS:
+        _zero_potential(context, stage, program)
     for index, step in enumerate(program.start):
-        half(context, stage, step, f"start{index}", context.body)
+        _comb_step(context, stage, step, f"start{index}", context.body)
     if program.count > 0:
         inner: list[Node] = []
-        if stage.attr("early_stop"):
+        if _stops_early(stage):
             _snapshot(context, stage, inner)
         for index, step in enumerate(program.loop):
-            half(context, stage, step, f"loop{index}", inner)
+            _comb_step(context, stage, step, f"loop{index}", inner)
         if _counts_iterations(stage):
-            context.step(
-                stage, "count", "count_iteration", "mix", declares=(context.declare("iterations"),), into=inner
-            )
-        if stage.attr("early_stop"):
+            context.step(stage, "count", "count_iteration", "mix", declares=(_counter(context, program),), into=inner)
+        if _stops_early(stage):
             _stop_if_stationary(context, stage, inner)
         context.body.append(Loop(f"{stage.name}.loop", program.count, tuple(inner)))
     if _counts_iterations(stage):
@@ -41,24 +42,54 @@ def sinkhorn(context: Context, stage: Stage) -> None:
             "iterations",
             "store_iterations",
             "mix",
-            declares=(context.declare("iterations"),),
+            declares=(_counter(context, program),),
             target=context.row(stage.result("iterations")),
         )
-    comb = stage.result("comb")
-    if lanes:
-        _store_matrix(context, stage, "store", comb)
+    if program.potentials:
+        _exp_potentials(context, stage)
+    comb, suffix = stage.result("comb"), "_transposed" if program.transposed else ""
+    if context.layout in LANE_LAYOUTS:
+        store_matrix(context, stage, "store", comb, suffix)
         return
     matrix = _matrix(context, stage)
+    sizes: dict[str, Any] = {"n": context.n} if program.transposed else {}
     context.step(
         stage,
         "store",
-        "store_matrix_shared",
+        f"store_matrix_shared{suffix}",
         "mix",
-        (Access(matrix, False, own=True), *context.small_accesses(comb)),
+        (Access(matrix, False), *context.small_accesses(comb)),
         size=context.n * context.n,
         source=matrix,
         targets=context.small_targets(comb),
+        **sizes,
     )
+
+
+def _direct(context: Context, stage: Stage) -> None:
+    """Each element by one call of the kind's device function; a kind without logits reads none."""
+    logits = dict(stage.operands).get("logits")
+    comb = stage.result("comb")
+    context.step(
+        stage,
+        "elements",
+        "comb_direct",
+        "mix",
+        (*(context.gate_accesses(logits) if logits else ()), *context.small_accesses(comb)),
+        kind=stage.attr("comb"),
+        source=context.gate_source(logits) if logits else "nullptr",
+        n=context.n,
+        size=context.n * context.n,
+        targets=context.small_targets(comb),
+    )
+
+
+def _counter(context: Context, program: CombProgram) -> Declare:
+    return context.declare("iterations" if program.counted else "iterations_from_zero")
+
+
+def _stops_early(stage: Stage) -> bool:
+    return bool(dict(stage.attrs).get("early_stop", False))
 
 
 def _matrix(context: Context, stage: Stage) -> str:
@@ -153,7 +184,7 @@ def _fetch_logits_shared(context: Context, stage: Stage) -> None:
         "fetch",
         "store_matrix_shared",
         "mix",
-        (*context.gate_accesses(logits), Access(matrix, True, own=True)),
+        (*context.gate_accesses(logits), Access(matrix, True)),
         size=context.n * context.n,
         source=context.gate_source(logits),
         targets=(matrix,),
@@ -218,8 +249,7 @@ def _half_step_shared(context: Context, stage: Stage, step: HalfStep, piece: str
         f"{name}.map",
         f"map_shared_{step.axis}",
         "mix",
-        # own: here and in the store, lane i alone touches elements i, i + 32, ...
-        (Access(reduced, False), Access(matrix, True, own=True)),
+        (Access(reduced, False), Access(matrix, True)),
         into=into,
         matrix=matrix,
         reduced=reduced,
@@ -227,4 +257,107 @@ def _half_step_shared(context: Context, stage: Stage, step: HalfStep, piece: str
         size=context.n * context.n,
         fn=step.fn,
         eps=stage.attr("eps"),
+    )
+
+
+def _comb_step(
+    context: Context, stage: Stage, step: HalfStep | ElementStep | LogStep, piece: str, into: list[Node]
+) -> None:
+    lanes = context.layout in LANE_LAYOUTS
+    if isinstance(step, HalfStep):
+        (_half_step_lanes if lanes else _half_step_shared)(context, stage, step, piece, into)
+    elif isinstance(step, ElementStep):
+        _element_step(context, stage, step, piece, into)
+    else:
+        (_potential_lanes if lanes else _potential_shared)(context, stage, step, piece, into)
+
+
+def _element_step(context: Context, stage: Stage, step: ElementStep, piece: str, into: list[Node]) -> None:
+    name = f"{piece}.{step.fn}"
+    if context.layout in LANE_LAYOUTS:
+        elements = lane_fields(context)["elements"]
+        declares = lane_declares(context)
+        context.step(stage, name, "each_lanes", "mix", (), declares, into=into, fn=step.fn, elements=elements)
+        return
+    matrix, size = _matrix(context, stage), context.n * context.n
+    writes = (Access(matrix, True),)
+    context.step(stage, name, "each_shared", "mix", writes, into=into, fn=step.fn, matrix=matrix, size=size)
+
+
+# ---- potentials of rows and columns: the log domain -------------------------------------------------
+def _potential_declares(context: Context) -> tuple[Declare, ...]:
+    """A lane holds the potentials of the rows and columns it has elements of."""
+    rows, cols = {"element": (1, 1), "row": (1, context.n), "registers": (context.n, context.n)}[context.layout]
+    return (*lane_declares(context), context.declare("potentials", rows=rows, cols=cols))
+
+
+def _potential_lanes(context: Context, stage: Stage, step: LogStep, piece: str, into: list[Node]) -> None:
+    n, power = context.n, int(lane_fields(context)["power"])
+    mine, other = ("row", "col") if step.axis == "row" else ("col", "row")
+    names = {"mine": f"{mine}_potential", "other": f"{other}_potential"}
+    along, across = (n, 1) if step.axis == "row" else (1, n)
+    first, last = (1, power) if step.axis == "row" else (power, power * power)
+    choices: dict[str, tuple[str, dict[str, Any]]] = {
+        "element": ("potential_element", {"first": first, "last": last, **names}),
+        "row": (f"potential_row_{step.axis}", {"n": n} if step.axis == "row" else {"n": n, "last": power}),
+        "registers": ("potential_registers", {"n": n, "along": along, "across": across, **names}),
+    }
+    template, fields = choices[context.layout]
+    name = f"{piece}.{step.axis}_potential"
+    context.step(stage, name, template, "mix", (), _potential_declares(context), into=into, **fields)
+
+
+def _potential_buffer(context: Context, stage: Stage, axis: str) -> str:
+    return context.share(f"s_{identifier(stage.name)}_{axis}", "float", context.n)
+
+
+def _zero_potential(context: Context, stage: Stage, program: CombProgram) -> None:
+    """The potential that the first step reads starts at 0; the first step itself makes the other."""
+    first = program.loop[0]
+    assert isinstance(first, LogStep)
+    buffer = _potential_buffer(context, stage, "col" if first.axis == "row" else "row")
+    context.step(stage, "zero", "potential_zero", "mix", (Access(buffer, True),), n=context.n, potential=buffer)
+
+
+def _potential_shared(context: Context, stage: Stage, step: LogStep, piece: str, into: list[Node]) -> None:
+    matrix, n = _matrix(context, stage), context.n
+    mine = _potential_buffer(context, stage, step.axis)
+    other = _potential_buffer(context, stage, "col" if step.axis == "row" else "row")
+    along, across = (n, 1) if step.axis == "row" else (1, n)
+    context.step(
+        stage,
+        f"{piece}.{step.axis}_potential",
+        "potential_shared",
+        "mix",
+        (Access(matrix, False), Access(other, False), Access(mine, True)),
+        into=into,
+        matrix=matrix,
+        mine=mine,
+        other=other,
+        n=n,
+        along=along,
+        across=across,
+    )
+
+
+def _exp_potentials(context: Context, stage: Stage) -> None:
+    """C = exp(row potential + logits + column potential)."""
+    if context.layout in LANE_LAYOUTS:
+        sizes: dict[str, Any] = {} if context.layout == "element" else {"n": context.n}
+        template = f"exp_potentials_{context.layout}"
+        context.step(stage, "exp", template, "mix", (), _potential_declares(context), **sizes)
+        return
+    matrix = _matrix(context, stage)
+    row, col = (_potential_buffer(context, stage, axis) for axis in ("row", "col"))
+    context.step(
+        stage,
+        "exp",
+        "exp_potentials_shared",
+        "mix",
+        (Access(row, False), Access(col, False), Access(matrix, True)),
+        matrix=matrix,
+        row=row,
+        col=col,
+        n=context.n,
+        size=context.n * context.n,
     )
