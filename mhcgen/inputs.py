@@ -288,6 +288,13 @@ def d8(aim: _Aim) -> Inputs | None:
     return _with_comb(aim, 89.0 + aim.random("comb", aim.tokens, aim.n, aim.n))
 
 
+def deep(aim: _Aim) -> Inputs | None:
+    """Comb logits about -200: without the row maximum, or with one that counts padding as 0, exp is 0 throughout."""
+    if not aim.sites:
+        return None
+    return _with_comb(aim, -200.0 + aim.random("comb", aim.tokens, aim.n, aim.n))
+
+
 def d9(aim: _Aim) -> Inputs | None:
     """x = +1, -1, ... and fn = 1 + 2^-12, 1, ...: products sum to K/2 * 2^-12, or 0 in TF32 or bf16.
 
@@ -397,6 +404,7 @@ DISCRIMINATING: dict[str, Callable[[_Aim], Inputs | None]] = {
     "D10": d10,
     "D12": d12,
     "D15": d15,
+    "deep": deep,
     "extreme": extreme,
     "-inf base": minus_infinity,
 }

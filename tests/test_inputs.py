@@ -265,6 +265,14 @@ def test_extreme_logits_reach_all_three_sizes(projection: str) -> None:
     assert np.isfinite(values["comb"]).all()
 
 
+@pytest.mark.parametrize("projection", ["external", "fma"])
+def test_deep_logits_underflow_without_the_row_maximum(projection: str) -> None:
+    values = aimed(build(hidden=6, projection=projection), 3, "deep")
+    assert not np.exp(values["logits"].astype(np.float32)).any()
+    assert np.isfinite(values["comb"]).all()
+    assert (values["comb"] > 0).all()
+
+
 def test_minus_infinity_stays_in_its_place() -> None:
     values = aimed(build(hidden=6), 3, "-inf base")
     logits = values["logits"].reshape(3, 4, 4)

@@ -168,6 +168,7 @@ PLANTED: dict[str, tuple[Planted, ...]] = {
     "D9": (Planted("weights narrowed to bf16", _narrow_weights),),
     "D10": (Planted("another row's norm", _rowsq(_borrowed), _several),),
     "D12": (Planted("eps lost", _rowsq(_eps_lost)),),
+    "deep": (_UNSTABLE,),
     "extreme": (_UNSTABLE,),
 }
 
