@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from mhcgen.errors import EnvironmentFault, InputError
@@ -16,21 +16,32 @@ _PART = ".mhcgen-part"
 LITTER = ("__pycache__", ".pytest_cache")
 
 
-def write_file(path: Path, content: str | bytes) -> None:
-    """Write one file; whatever was there stays whole until the new one is.
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path to write to, which takes the place of `path` at the end, and is removed if that is not reached.
 
     Raises:
         EnvironmentFault: `E-WRITE`.
     """
     aside = _aside(path)
     try:
-        _write(aside, content)
+        yield aside
         aside.replace(path)
     except OSError as error:
         raise _fault(path, error) from error
     finally:
         with contextlib.suppress(OSError):
             aside.unlink()
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write one text; whatever was there stays whole until the new one is.
+
+    Raises:
+        EnvironmentFault: `E-WRITE`.
+    """
+    with replacing(path) as aside:
+        _write(aside, text)
 
 
 def write_folder(folder: Path, texts: Mapping[str, str], *, foreign: Sequence[str] = ()) -> None:
@@ -97,8 +108,8 @@ def _aside(path: Path) -> Path:
     return path.with_name(f".{path.name}{_PART}-{os.getpid()}")
 
 
-def _write(path: Path, content: str | bytes) -> None:
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
+def _write(path: Path, text: str) -> None:
+    path.write_bytes(text.encode())
 
 
 def _fault(path: Path, error: OSError) -> EnvironmentFault:

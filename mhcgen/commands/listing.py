@@ -1,14 +1,15 @@
-"""`list`, `doctor` and `cache`: what there is."""
+"""`list`, `doctor`, `cache` and the hidden `docs`: what there is."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from mhcgen.commands.options import Asked, takes_request
 from mhcgen.commands.output import say, table
-from mhcgen.errors import UsageError
+from mhcgen.errors import CheckFailed, UsageError
 
 LISTS = ("models", "fusions", "kernels", "archs", "red")
 
@@ -115,3 +116,28 @@ def cache(
 
 def _entries(count: int) -> str:
     return "entry" if count == 1 else "entries"
+
+
+def docs(
+    write: Annotated[bool, typer.Option("--write", help="Write it to docs/refusals.md.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Fail if docs/refusals.md is not current.")] = False,
+    checkout: Annotated[Path, typer.Option("--checkout", metavar="DIR", help="The checkout.")] = Path(),
+) -> None:
+    """Print the catalogue of refusals, as docs/refusals.md has it."""
+    from mhcgen.files import write_file
+    from mhcgen.refusals_doc import examples_of, refusals_text
+
+    text = refusals_text(examples_of(checkout))
+    path = checkout / "docs" / "refusals.md"
+    if write:
+        write_file(path, text)
+        say(str(path))
+    elif check:
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            raise CheckFailed(
+                "C-DOCS", "the catalogue has changed since this file was written", where=str(path),
+                hints=("`mhcgen docs --write` writes it anew",),
+            )
+        say(f"{path}: current")
+    else:
+        say(text)
