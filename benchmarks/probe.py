@@ -33,7 +33,11 @@ def bits():
         program = mhcgen.build(streams=n, hidden=h, dtype=dtype, projection="fma")
         inputs = make_inputs(program, 8)
         host = mhcgen.compile(program, "none").load("host")(**inputs)
-        for fuse, kw in (("none", {}), ("pre", {}), ("pre", {"placement": "shared", "slab": "global", "threads": 128})):
+        for fuse, kw in (
+            ("none", {}),
+            ("pre", {}),
+            ("pre", {"placement": "shared", "slab": "global", "threads": 128}),
+        ):
             got = on_gpu(mhcgen.compile(program, fuse, **kw), inputs)
             row = {"n": n, "H": h, "dtype": dtype, "fuse": fuse, **kw, "differ": same(host, got)}
             out["bits"].append(row)
@@ -45,11 +49,24 @@ def timed(name, program, tokens, **kw):
         plan = mhcgen.compile(program, **kw)
         module = plan.load("cuda")
         inputs = {k: cuda.to_device(v) for k, v in make_inputs(program, tokens).items()}
-        results = {t.name: cupy.empty(program.shape(t.name, tokens), cuda.to_device(np.zeros(1, np.float32)).dtype
-                   if t.dtype == "fp32" else module.runner.empty((1,), t.dtype).dtype)
-                   for t in program.of_role("value", "result") if module._is_global(t.name)}
+        results = {
+            t.name: cupy.empty(
+                program.shape(t.name, tokens),
+                cuda.to_device(np.zeros(1, np.float32)).dtype
+                if t.dtype == "fp32"
+                else module.runner.empty((1,), t.dtype).dtype,
+            )
+            for t in program.of_role("value", "result")
+            if module._is_global(t.name)
+        }
         t = graph_time(lambda i: module(out=results, **inputs))
-        row = {"what": name, "T": tokens, "us": round(t.median, 3), "low": round(t.low, 3), "kw": {k: v for k, v in kw.items()}}
+        row = {
+            "what": name,
+            "T": tokens,
+            "us": round(t.median, 3),
+            "low": round(t.low, 3),
+            "kw": {k: v for k, v in kw.items()},
+        }
     except mhcgen.MhcgenError as e:
         row = {"what": name, "T": tokens, "error": str(e)[:200]}
     out["times"].append(row)
@@ -70,10 +87,25 @@ def times():
         for tokens in (8, 64, 512, 4096):
             timed(f"finish bf16 {functions}", program, tokens, fuse="pre")
         timed(f"finish bf16 {functions} sharedwarp", program, 1, fuse="pre", mix_warp="shared")
-        timed(f"finish bf16 {functions} sumsq32", mhcgen.build(dtype="bf16", functions=functions, sumsq="fp32"), 1, fuse="pre")
+        timed(
+            f"finish bf16 {functions} sumsq32",
+            mhcgen.build(dtype="bf16", functions=functions, sumsq="fp32"),
+            1,
+            fuse="pre",
+        )
         timed(f"finish bf16 {functions} global", program, 1, fuse="pre", slab="global")
-        timed(f"norm quant {functions}", mhcgen.build(dtype="bf16", functions=functions, norm=True, quant="q8"), 1, fuse="pre-norm-quant")
-        timed(f"pre fma one block {functions}", mhcgen.build(dtype="bf16", functions=functions, projection="fma"), 1, fuse="pre")
+        timed(
+            f"norm quant {functions}",
+            mhcgen.build(dtype="bf16", functions=functions, norm=True, quant="q8"),
+            1,
+            fuse="pre-norm-quant",
+        )
+        timed(
+            f"pre fma one block {functions}",
+            mhcgen.build(dtype="bf16", functions=functions, projection="fma"),
+            1,
+            fuse="pre",
+        )
     boundary = mhcgen.build(dtype="bf16", functions="fast", scope="boundary", projection="fma")
     for tokens in (1, 8, 64):
         timed("post alone + chain unfused", boundary, tokens, fuse="none")

@@ -54,6 +54,8 @@ _COMMON_BEFORE = (
     ("mhc_pairs", "pairs"),
     ("mhc_warp_sum", "warp_sum"),
     ("mhc_mean", "mean"),
+    ("mhc_reciprocal", "reciprocal"),
+    ("mhc_bounded_quotient", "bounded_quotient"),
     ("mhc_cluster_arrive", "cluster_barrier"),
     ("mhc_cluster_wait", "cluster_barrier"),
     ("mhc_cluster_sync", "cluster_barrier"),
@@ -61,7 +63,6 @@ _COMMON_BEFORE = (
 #: name -> template stem; `_ieee` or `_fast` is appended.
 _BY_SET = (
     ("mhc_exp", "exp"),
-    ("mhc_reciprocal", "reciprocal"),
     ("mhc_quotient", "quotient"),
     ("mhc_inverse_sqrt", "inverse_sqrt"),
     ("mhc_log", "log"),
@@ -69,11 +70,18 @@ _BY_SET = (
 _COMMON_AFTER = tuple(
     (f"mhc_{stem}", stem)
     for stem in (
+        "rms",
+        "rms_out",
+        "rms_clamp",
+        "inverse_rms",
+        "inverse_rms_out",
+        "inverse_rms_clamp",
         "sigmoid",
         "tanh",
         "plain",
         "add_eps",
         "divide",
+        "divide_bounded",
         "divide_then_add_eps",
         "divide_above",
         "exp_of_difference",
@@ -111,7 +119,6 @@ def functions(program: Program, chunk: int, scalar: bool) -> tuple[Function, ...
     found += [
         Function(name, f"functions/{stem}_{suffix}.cu.j2", {})
         for name, stem in _BY_SET
-        if (stem, suffix) != ("reciprocal", "ieee")
     ]
     found += [Function(name, f"functions/{stem}.cu.j2", {}) for name, stem in _COMMON_AFTER]
     found += _comb_functions(program)

@@ -190,7 +190,7 @@ def _kernel(plan: Plan, kernel: Kernel) -> EmitKernel:
                 "ctype": CTYPES.get(b.ctype, b.ctype),
                 "name": b.name,
                 "count": b.count,
-                "align": "__align__(16) " if b.ctype in CTYPES else "",
+                "align": "__align__(16) " if b.count > 1 else "",
             }
             for b in kernel.buffers
         ),

@@ -20,8 +20,10 @@ from mhcgen.log import Decision, Hazard, LogEntry, Refusal
 if TYPE_CHECKING:
     from mhcgen.runtime import Module
 
-#: Blocks of one SM each that a large GPU holds at once; with more tokens a cluster takes several.
-RESIDENT_BLOCKS = 128
+#: What an H200 holds at once with one block an SM: 7 clusters of more than 8 blocks, or 120 blocks in smaller ones
+#: (docs/measurements). With more tokens each cluster takes several.
+RESIDENT_CLUSTERS = 7
+RESIDENT_BLOCKS = 120
 
 PLACEMENTS = ("auto", "shared", "row", "element", "registers")
 SYNCS = ("auto", "warp", "block")
@@ -256,7 +258,7 @@ class Kernel:
 
     def tokens_per_cluster(self, tokens: int) -> int:
         """How many tokens each cluster takes, so that all clusters are resident at once where that is possible."""
-        resident = max(1, RESIDENT_BLOCKS // self.cluster)
+        resident = RESIDENT_CLUSTERS if self.cluster > 8 else RESIDENT_BLOCKS // self.cluster
         return max(1, min(self.tokens, -(-tokens // resident)))
 
     @property

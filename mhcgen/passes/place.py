@@ -176,8 +176,10 @@ def _pointwise(plan: Plan, kernel: Kernel, chunk: int, log: list[LogEntry]) -> K
 CLUSTER_KINDS = frozenset(("post", "project", "rowsq", "gates", "sinkhorn", "collapse", "norm", "quant"))
 #: Most blocks of a cluster; above 8 the launch asks for the non-portable size.
 MAX_CLUSTER = 16
-#: Most tokens a cluster works on at once: one a warp, and their streams fit static shared memory.
-MAX_CLUSTER_TOKENS = 8
+#: Most tokens a cluster works on at once: one a warp, and their slices fit static shared memory.
+MAX_CLUSTER_TOKENS = 16
+#: Shared memory of a block for its slice of the streams and the sums that other blocks send.
+STAGED_BYTES = 44 * 1024
 #: Registers of a thread beside the rows of fn and the streams it holds.
 CLUSTER_REGISTERS = 28
 
@@ -223,9 +225,8 @@ def _cluster_geometry(plan: Plan, kernel: Kernel, kinds: set[str], chunk: int, l
     warps, rows = fit
     itemsize = ITEMSIZE[next(t.dtype for t in program.tensors if t.shape == ("T", "n", "H"))]
     tokens = min(blocks, warps, MAX_CLUSTER_TOKENS)
-    kept = n * 32 * run * itemsize if "post" in kinds else 0
-    while tokens > 1 and tokens * kept > 40 * 1024:
-        tokens //= 2
+    kept = n * 32 * run * itemsize
+    tokens = max(1, min(tokens, (STAGED_BYTES - 4 * blocks * program.dim("R")) // kept))
     log.append(
         Decision(
             "place",
@@ -249,14 +250,22 @@ def _cluster_geometry(plan: Plan, kernel: Kernel, kinds: set[str], chunk: int, l
 
 
 def _cluster_warps(n: int, run: int, chunk: int, rows: int, threads: int | None) -> tuple[int, int] | None:
-    """(data warps, rows of fn a warp holds) whose registers fit; one warp more than the rows need, for the squares."""
+    """(data warps, rows of fn a warp holds) whose registers fit: fewest passes over fn, then most warps.
+
+    One warp more than the rows need takes the squares; the collapse wants a warp a token, so there are a few at least.
+    """
+    fitting: list[tuple[int, int, int]] = []
     for rows_per_warp in (2, 1):
         for warps in (12, 8, 6, 4, 2):
-            data = min(warps, -(-rows // rows_per_warp)) + 1 if threads is None else threads // 32 - 1
+            data = max(min(warps, -(-rows // rows_per_warp)) + 1, min(warps, 8))
+            data = data if threads is None else threads // 32 - 1
             need = rows_per_warp * n * run + n * chunk + CLUSTER_REGISTERS
             if data >= 1 and need <= registers_per_thread(data + 1):
-                return data, rows_per_warp
-    return None
+                fitting.append((-(-rows // (rows_per_warp * data)), -data, rows_per_warp))
+    if not fitting:
+        return None
+    _, data, rows_per_warp = min(fitting)
+    return -data, rows_per_warp
 
 
 def _slab_streams(plan: Plan, kernel: Kernel, stages: tuple[Stage, ...]) -> tuple[str, ...]:

@@ -13,97 +13,126 @@ from __future__ import annotations
 from typing import Any
 
 from mhcgen.ir import Stage
-from mhcgen.plan import Access, Declare, Node
+from mhcgen.plan import Access, Declare, Kernel, Node, Plan
 from mhcgen.steps import mix
 from mhcgen.steps.column import levels
 from mhcgen.steps.context import Context, identifier
 
 
 class ClusterContext(Context):
-    """Adds the order of a cluster's exchanges: all partial sums, then all sends, then all totals."""
+    """Adds the order of a cluster's exchange: all local sums are sent first, then totals are taken."""
 
-    def __init__(self, plan: Any, kernel: Any) -> None:
+    def __init__(self, plan: Plan, kernel: Kernel) -> None:
         super().__init__(plan, kernel)
-        self.sends: list[Node] = []
         self.totals: list[Node] = []
+        self.staged: set[str] = set()
         self.started = False
 
     def first_row(self, tensor: str) -> str:
         """Pointer to the cluster's first token of a global tensor."""
         return f"{identifier(tensor)}_c"
 
-    def streams_of(self, tensor: str) -> tuple[dict[str, Any], tuple[Access, ...]]:
-        """Fields and accesses of a step that reads chunks of the streams of token k."""
+    @property
+    def width(self) -> int:
+        """Columns a block owns."""
+        return 32 * self.columns.run
+
+    def keep_streams(self, tensor: str) -> str:
+        """Shared copy of the block's slice of the streams, for every token of the cluster."""
+        count = self.kernel.tokens * self.n * self.width
+        return self.share(self.shared(tensor), self.dtype(tensor), count)
+
+    def streams_of(self, stage: Stage, tensor: str) -> tuple[dict[str, Any], tuple[Access, ...]]:
+        """Fields and accesses of a step that reads chunks of the streams of token k; stages them first."""
         dtype = self.dtype(tensor)
-        if self.plan.made_in(self.kernel, tensor):
-            fields = {
-                "streams_from": f"columns/cluster_streams_from_shared_{dtype}.cu.j2",
-                "streams": self.shared(tensor),
-                "width": 32 * self.columns.run,
-            }
-            return fields, (Access(self.shared(tensor), False),)
+        keep = self.keep_streams(tensor)
+        if tensor not in self.staged and not self.plan.made_in(self.kernel, tensor):
+            self.step(
+                stage,
+                f"stage_{identifier(tensor)}",
+                "cluster_stage",
+                "data",
+                (Access(keep, True),),
+                source=self.first_row(tensor),
+                keep=keep,
+                n=self.n,
+                warps=self.kernel.data_warps,
+                width=self.width,
+                load=f"mhc_load_{dtype}",
+                store=f"mhc_store_{dtype}",
+                **self.slice_fields(),
+            )
+        self.staged.add(tensor)
         fields = {
-            "streams_from": f"columns/cluster_streams_from_global_{dtype}.cu.j2",
-            "streams": self.first_row(tensor),
+            "streams_from": f"columns/cluster_streams_from_shared_{dtype}.cu.j2",
+            "streams": keep,
+            "width": self.width,
         }
-        return fields, ()
+        return fields, (Access(keep, False),)
 
     def slice_fields(self) -> dict[str, Any]:
         """Fields every column step of a cluster has."""
         c = self.columns
         return {"chunk": c.chunk, "chunks": c.chunks, "hidden": self.hidden, "first": "column_first"}
 
-    def flush(self) -> None:
-        """Everything is summed up locally: exchange it, and add up what came."""
-        if not self.sends:
-            return
-        first = self.sends[0]
+    def start(self, stage: Stage) -> None:
+        """Before the first write into another block: every block of the cluster must have started."""
         if not self.started:
             self.started = True
-            stage = self.program.stage(getattr(first, "stage", ""))
             self.step(stage, "start", "cluster_arrive", "all", early=True)
             self.step(stage, "started", "cluster_wait", "all")
-        self.body += [*self.sends, *self.totals]
-        self.sends, self.totals = [], []
+
+    def flush(self) -> None:
+        """Everything has been sent: take the totals."""
+        self.body += self.totals
+        self.totals = []
 
 
 def project(context: ClusterContext, stage: Stage) -> None:
-    """mixes[t,r] = fn[r] . x[t], each block its slice of the columns."""
-    x, mixes = stage.operand("x"), stage.result("mixes")
+    """mixes[t,r] = fn[r] . x[t], each block its slice of the columns, each warp its rows of fn."""
+    mixes = stage.result("mixes")
     kernel, c = context.kernel, context.columns
     rows = context.elements(mixes)
-    part = context.share(f"s_{identifier(mixes)}_part", "float", kernel.tokens * rows)
     ranks = context.share(f"s_{identifier(mixes)}_ranks", "float", rows * kernel.cluster)
-    source, reads = context.streams_of(x)
-    context.step(
-        stage,
-        "partial",
-        "cluster_project_partial",
-        "data",
-        (*reads, Access(part, True)),
-        part=part,
-        fn=context.row(stage.operand("fn")),
-        n=context.n,
-        rows=rows,
-        rows_per_warp=kernel.rows_per_warp,
-        rows_per_pass=kernel.rows_per_warp * kernel.data_warps,
-        row_length=context.n * context.hidden,
-        levels=levels(c.chunks),
-        **source,
-        **context.slice_fields(),
+    rows_fields: dict[str, Any] = {
+        "load_rows": "columns/cluster_load_rows.cu.j2",
+        "fn": context.row(stage.operand("fn")),
+        "rows": rows,
+        "rows_per_warp": kernel.rows_per_warp,
+        "row_length": context.n * context.hidden,
+        "n": context.n,
+    }
+    registers = context.declare(
+        "fn_rows", rows_per_warp=kernel.rows_per_warp, chunks=c.chunks, n=context.n, chunk=c.chunk
     )
     context.step(
         stage,
-        "send",
-        "cluster_project_send",
+        "rows",
+        "cluster_project_rows",
         "data",
-        (Access(part, False), Access(ranks, True, remote=True)),
-        into=context.sends,
-        part=part,
+        (),
+        (registers,),
+        early=True,
+        **rows_fields,
+        **context.slice_fields(),
+    )
+    source, reads = context.streams_of(stage, stage.operand("x"))
+    context.start(stage)
+    context.step(
+        stage,
+        "dots",
+        "cluster_project_dots",
+        "data",
+        (*reads, Access(ranks, True, remote=True)),
+        (registers,),
         ranks=ranks,
-        rows=rows,
+        rows_per_pass=kernel.rows_per_warp * kernel.data_warps,
         cluster=kernel.cluster,
-        warps=kernel.data_warps,
+        tokens_at_once=1,
+        levels=levels(c.chunks),
+        **rows_fields,
+        **source,
+        **context.slice_fields(),
     )
     context.step(
         stage,
@@ -123,16 +152,16 @@ def rowsq(context: ClusterContext, stage: Stage) -> None:
     """Sum of squares, each block its slice; the leader of a token takes the inverse RMS and rescales."""
     kernel, c = context.kernel, context.columns
     acc = {"fp32": "float", "fp64": "double"}[stage.attr("acc")]
-    part = context.share(f"s_{identifier(stage.name)}_part", acc, kernel.tokens)
     ranks = context.share(f"s_{identifier(stage.name)}_ranks", acc, kernel.cluster)
-    source, reads = context.streams_of(stage.operand("x"))
+    source, reads = context.streams_of(stage, stage.operand("x"))
+    context.start(stage)
     context.step(
         stage,
         "partial",
         "cluster_sumsq_partial",
         "data",
-        (*reads, Access(part, True)),
-        part=part,
+        (*reads, Access(ranks, True, remote=True)),
+        ranks=ranks,
         acc=acc,
         n=context.n,
         levels=levels(c.chunks),
@@ -141,32 +170,21 @@ def rowsq(context: ClusterContext, stage: Stage) -> None:
         **source,
         **context.slice_fields(),
     )
-    context.step(
-        stage,
-        "send",
-        "cluster_sumsq_send",
-        "data",
-        (Access(part, False), Access(ranks, True, remote=True)),
-        into=context.sends,
-        part=part,
-        ranks=ranks,
-        warps=kernel.data_warps,
-    )
+    context.flush()
     context.step(
         stage,
         "inverse",
         "cluster_sumsq_total",
         "mix",
         (Access(ranks, False),),
-        (context.declare("inverse_rms"),),
-        into=context.totals,
+        (mix.rms_declare(context, stage),),
         ranks=ranks,
         acc=acc,
         cluster=kernel.cluster,
         count_of=context.n * context.hidden,
         eps=stage.attr("eps"),
+        **mix.root_fields(stage),
     )
-    context.flush()
     mix.rescale(context, stage)
 
 
@@ -205,7 +223,7 @@ def _column_sinks(
 def collapse(context: ClusterContext, stage: Stage) -> None:
     """y[t,h] = sum_c pre[t,c] x[t,c,h], each block its slice, one token a warp."""
     pre = stage.operand("pre")
-    source, reads = context.streams_of(stage.operand("x"))
+    source, reads = context.streams_of(stage, stage.operand("x"))
     sinks, writes, declares = _column_sinks(context, stage.result("y"))
     inside = context.plan.made_in(context.kernel, pre)
     name = f"{context.shared(pre)}_ranks" if inside else context.first_row(pre)
@@ -295,17 +313,15 @@ def quant(context: ClusterContext, stage: Stage) -> None:
 def post(context: ClusterContext, stage: Stage) -> None:
     """x_next of the slice, to global memory and to shared memory, where the next stages read it."""
     target, x = stage.result("x_next"), stage.operand("x")
-    kernel, c = context.kernel, context.columns
-    source, reads = context.streams_of(x)
-    keep = context.share(context.shared(target), context.dtype(target), kernel.tokens * context.n * 32 * c.run)
+    kernel = context.kernel
+    keep = context.keep_streams(target)
     dtype = context.dtype(target)
-    fields = {**source, "width": 32 * c.run}
     context.step(
         stage,
         "columns",
         "cluster_post",
         "data",
-        (*reads, Access(keep, True), Access(f"global:{target}", True, own=True)),
+        (Access(keep, True), Access(f"global:{target}", True, own=True)),
         post=context.first_row(stage.operand("post")),
         comb=context.first_row(stage.operand("comb")),
         branch=context.first_row(stage.operand("f")),
@@ -316,6 +332,7 @@ def post(context: ClusterContext, stage: Stage) -> None:
         dtype=dtype,
         store=f"mhc_store_{dtype}",
         round=f"mhc_round_{dtype}",
-        **fields,
+        streams=context.first_row(x),
+        width=context.width,
         **context.slice_fields(),
     )

@@ -56,25 +56,49 @@ def rowsq(context: Context, stage: Stage) -> None:
         **context.column_fields(),
     )
     count = context.n * context.hidden
+    few = context.kernel.data_warps <= {"float": 32, "double": 16}[acc]
     context.step(
         stage,
         "inverse",
-        "sumsq_total",
+        "sumsq_total_in_lane" if few else "sumsq_total",
         "mix",
         (Access(part, False, own=own),),
-        (context.declare("inverse_rms"),),
+        (rms_declare(context, stage),),
         part=part,
         acc=acc,
         warps=context.kernel.data_warps,
         count=count,
         eps=stage.attr("eps"),
+        **root_fields(stage),
     )
     rescale(context, stage)
 
 
+def _divides(stage: Stage) -> bool:
+    """Whether mixes are divided by the root mean square, not multiplied by its inverse."""
+    return bool(stage.option("form", "rsqrt") == "divide")
+
+
+def rms_declare(context: Context, stage: Stage) -> Declare:
+    """The register that holds the root mean square or its inverse."""
+    return context.declare(_rms(stage))
+
+
+def _rms(stage: Stage) -> str:
+    return "root_mean_square" if _divides(stage) else "inverse_rms"
+
+
+def root_fields(stage: Stage) -> dict[str, Any]:
+    """The register, and the function that makes its value from mean and eps."""
+    place = stage.option("eps_place", "in")
+    suffix = "" if place == "in" else f"_{place}"
+    return {"rms": _rms(stage), "root": f"{'rms' if _divides(stage) else 'inverse_rms'}{suffix}"}
+
+
 def rescale(context: Context, stage: Stage) -> None:
-    """Multiply the mixes by the inverse RMS, in the lanes that will use them or in memory."""
+    """Multiply the mixes by the inverse RMS, or divide by the RMS, in the lanes that will use them or in memory."""
     mixes, scaled = stage.operand("mixes"), stage.result("mixes_scaled")
+    common: dict[str, Any] = {"apply": "mhc_quotient" if _divides(stage) else "__fmul_rn", "rms": _rms(stage)}
     if context.place(scaled).space == "lane":
         _fetch_mixes(context, stage, mixes)
         context.step(
@@ -85,6 +109,7 @@ def rescale(context: Context, stage: Stage) -> None:
             (),
             (gate_declares(context), *lane_declares(context)),
             elements=lane_fields(context)["elements"],
+            **common,
         )
         return
     rows = context.elements(scaled)
@@ -94,10 +119,11 @@ def rescale(context: Context, stage: Stage) -> None:
         "scale_mixes",
         "mix",
         (*context.gate_accesses(mixes), *context.small_accesses(scaled)),
-        (context.declare("inverse_rms"),),
+        (rms_declare(context, stage),),
         rows=rows,
         source=context.gate_source(mixes),
         targets=context.small_targets(scaled),
+        **common,
     )
 
 
@@ -122,13 +148,16 @@ def _fetch_mixes(context: Context, stage: Stage, tensor: str) -> None:
 def gates(context: Context, stage: Stage) -> None:
     """pre, post and the logits of the mixing matrix from the rescaled mixes."""
     scaled = stage.operand("mixes_scaled")
-    pre, post, logits = stage.result("pre"), stage.result("post"), stage.result("logits")
+    pre, post, logits = stage.result("pre"), stage.result("post"), dict(stage.results).get("logits", "")
+    scaled_form = "_scaled" if stage.option("form", "affine") == "scaled" else ""
     scale, base = context.row(stage.operand("scale")), context.row(stage.operand("base"))
     writes = (*context.small_accesses(pre), *context.small_accesses(post))
     common: dict[str, Any] = {
         "n": context.n,
         "pre_eps": stage.attr("pre_eps"),
         "post_mult": stage.attr("post_mult"),
+        "pre_act": stage.option("pre_act", "sigmoid"),
+        "post_act": stage.option("post_act", "sigmoid"),
         "pre_targets": context.small_targets(pre),
         "post_targets": context.small_targets(post),
     }
@@ -154,25 +183,32 @@ def gates(context: Context, stage: Stage) -> None:
             n=context.n,
             elements=elements,
         )
-        context.step(stage, "lanes", "gates_lanes", "mix", writes, declares, elements=elements, **common)
+        template = f"gates_lanes{scaled_form}"
+        context.step(stage, "lanes", template, "mix", writes, declares, elements=elements, **common)
         if context.small_targets(logits):
             store_matrix(context, stage, "store", logits)
         return
-    matrix = context.share(f"s_{identifier(logits)}", "float", context.n * context.n)
+    given: dict[str, Any] = {"source": context.gate_source(scaled), "scale": scale, "base": base, "n": context.n}
+    reads = context.gate_accesses(scaled)
+    context.step(stage, "strided", f"gates_shared{scaled_form}", "mix", (*reads, *writes), **{**common, **given})
+    if not logits:
+        return
+    size = context.elements(logits)
+    matrix = context.share(f"s_{identifier(logits)}", "float", size)
     targets: tuple[str, ...] = (matrix,)
     if context.plan.escapes(context.kernel, logits):
         targets += (context.row(logits),)
+    act: dict[str, Any] = {"act": stage.option("pre_act", "sigmoid")} if scaled_form else {}
     context.step(
         stage,
-        "strided",
-        "gates_shared",
+        "logits",
+        f"logits_shared{scaled_form}",
         "mix",
-        (*context.gate_accesses(scaled), *writes, Access(matrix, True, own=True)),
-        source=context.gate_source(scaled),
-        scale=scale,
-        base=base,
+        (*reads, Access(matrix, True, own=True)),
+        size=size,
         logit_targets=targets,
-        **common,
+        **given,
+        **act,
     )
 
 

@@ -8,6 +8,7 @@ from mhcgen.combs import CombProgram, DirectMap, ElementStep, HalfStep, LogStep,
 from mhcgen.ir import Stage
 from mhcgen.plan import Access, Declare, Loop, Node
 from mhcgen.steps.context import LANE_LAYOUTS, Context, identifier
+from mhcgen.steps.division import bounded_divisions
 from mhcgen.steps.mix import lane_declares, lane_fields, store_matrix
 
 
@@ -17,6 +18,7 @@ def sinkhorn(context: Context, stage: Stage) -> None:
     if isinstance(program, DirectMap):
         _direct(context, stage)
         return
+    program = bounded_divisions(context, stage, program)
     if context.layout in LANE_LAYOUTS:
         _fetch_logits(context, stage)
     else:
@@ -58,7 +60,7 @@ def sinkhorn(context: Context, stage: Stage) -> None:
         "store",
         f"store_matrix_shared{suffix}",
         "mix",
-        (Access(matrix, False), *context.small_accesses(comb)),
+        (Access(matrix, False, own=True), *context.small_accesses(comb)),
         size=context.n * context.n,
         source=matrix,
         targets=context.small_targets(comb),
@@ -184,7 +186,7 @@ def _fetch_logits_shared(context: Context, stage: Stage) -> None:
         "fetch",
         "store_matrix_shared",
         "mix",
-        (*context.gate_accesses(logits), Access(matrix, True)),
+        (*context.gate_accesses(logits), Access(matrix, True, own=True)),
         size=context.n * context.n,
         source=context.gate_source(logits),
         targets=(matrix,),
@@ -213,8 +215,8 @@ def _half_fields(context: Context, step: HalfStep) -> dict[str, Any]:
     fields = lane_fields(context)
     power = int(fields["power"])
     wanted = {
-        ("element", "row"): {"first": 1, "last": power},
-        ("element", "col"): {"first": power, "last": power * power},
+        ("element", "row"): {"power": power, "stride": 1},
+        ("element", "col"): {"power": power, "stride": power},
         ("row", "row"): {"n": context.n},
         ("row", "col"): {"n": context.n, "last": power},
         ("registers", "row"): {"n": context.n},
@@ -249,7 +251,8 @@ def _half_step_shared(context: Context, stage: Stage, step: HalfStep, piece: str
         f"{name}.map",
         f"map_shared_{step.axis}",
         "mix",
-        (Access(reduced, False), Access(matrix, True)),
+        # own: here and in the store, lane i alone touches elements i, i + 32, ...
+        (Access(reduced, False), Access(matrix, True, own=True)),
         into=into,
         matrix=matrix,
         reduced=reduced,
