@@ -11,6 +11,7 @@ from mhcgen.errors import UsageError
 from mhcgen.ir import Program
 from mhcgen.models import Model
 from mhcgen.models import model as find_model
+from mhcgen.verify import fp32_holds, verify
 
 #: What a Program holds: one site's half or whole, two sites' border, a trunk, or one part of the module around them.
 SCOPES = ("pre", "site", "boundary", "trunk", "expand", "post", "mean", "head")
@@ -195,12 +196,14 @@ def _integer(field: str, value: object, low: int, high: int) -> None:
 
 def _eps(field: str, value: object, spec: Model) -> None:
     number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-    if not (math.isfinite(number) and (number > 0 or (number == 0 and spec.zero_eps)) and number <= 1.0):
+    lost = math.isfinite(number) and not fp32_holds(number)  # 1e-50 would be 0 in the text
+    if lost or not (math.isfinite(number) and (number > 0 or (number == 0 and spec.zero_eps)) and number <= 1.0):
         zero = "0 or " if spec.zero_eps else ""
         raise UsageError(
             "U-EPS",
             f"{field} must be {zero}a positive finite number up to 1, got {value!r}",
             where=f"--{field.replace('_', '-')}",
+            notes=("fp32 has no number between 0 and 1.4e-45",) * (lost and number > 0),
             hints=(f"model {spec.name} uses {getattr(spec, field)!r}",),
         )
 
@@ -221,8 +224,6 @@ def build_config(config: Config) -> Program:
     Raises:
         UsageError: `U-PROJECTION`, mixes of a trunk cannot be given.
     """
-    from mhcgen.verify import verify
-
     if config.scope == "trunk":
         from mhcgen.trunk import build_trunk
 

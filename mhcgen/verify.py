@@ -5,14 +5,74 @@ Rules about schedules live with the Plan (`mhcgen.plan.verify_plan`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
+import numpy as np
+
+from mhcgen.arithmetic import PROJECTIONS
 from mhcgen.combs import COMB_KINDS
 from mhcgen.errors import ProgramError
 from mhcgen.ir import DTYPES, ROLES, Dim, Program, Stage
 from mhcgen.stages import COMB_STAGES, KINDS, LOCAL
 
 Rule = Callable[[Program], Iterator[str]]
+
+
+def sizes_are_given(program: Program) -> Iterator[str]:
+    """n and H are positive integers, and the sizes that follow from them agree. All other rules rest on it."""
+    sizes = dict(program.dims)
+    wrong = [symbol for symbol in ("n", "H") if not _is_count(sizes.get(symbol))]
+    for symbol in wrong:
+        yield f"size {symbol} is {sizes.get(symbol)!r}, not a positive integer"
+    if wrong:
+        return
+    follows = {"K": sizes["n"] * sizes["H"]}
+    for stage in program.stages_of_kind("quant"):
+        if _is_count(stage.option("group", 1)):
+            follows["G"] = -(-sizes["H"] // stage.option("group", 1))
+    for symbol, size in follows.items():
+        if sizes.get(symbol, size) != size:
+            yield f"size {symbol} is {sizes[symbol]}, and {size} follows from the others"
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+#: attribute -> what it must be, and whether a value is that; in every kind that has it.
+_LEGAL: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "acc": ("fp32 or fp64", lambda value: value in ("fp32", "fp64")),
+    "early_stop": ("a bool", lambda value: isinstance(value, bool)),
+    "eps": ("a number >= 0 that fp32 can hold", lambda value: _is_real(value) and fp32_holds(value)),
+    "group": ("a power of two from 8 on", lambda value: _is_count(value) and value >= 8 and not value & (value - 1)),
+    "iters": ("a positive integer", _is_count),
+    "method": ("fma", lambda value: value in PROJECTIONS and value != "external"),
+    "post_mult": ("a finite number", _is_real),
+    "pow2": ("a bool", lambda value: isinstance(value, bool)),
+    "pre_eps": ("a number >= 0 that fp32 can hold", lambda value: _is_real(value) and fp32_holds(value)),
+    "scheme": ("q8 or fp8", lambda value: value in ("q8", "fp8")),
+}
+
+
+def fp32_holds(value: float) -> bool:
+    """Whether a number >= 0 is neither lost in fp32 nor too large for it."""
+    with np.errstate(over="ignore"):
+        narrow = float(np.float32(value))
+    return 0 <= value and math.isfinite(narrow) and (narrow > 0 or value == 0)
+
+
+def attributes_have_legal_values(program: Program) -> Iterator[str]:
+    """Numbers that templates print are numbers, and words are ones that steps know."""
+    for stage in program.stages:
+        for key, value in stage.attrs:
+            if key in _LEGAL and not _LEGAL[key][1](value):
+                yield f"stage {stage.name} ({stage.kind}): {key} is {value!r}, and must be {_LEGAL[key][0]}"
 
 
 def names_are_unique(program: Program) -> Iterator[str]:
@@ -211,7 +271,9 @@ def a_program_has_results(program: Program) -> Iterator[str]:
 
 
 RULES: tuple[Rule, ...] = (
+    sizes_are_given,
     names_are_unique,
+    attributes_have_legal_values,
     every_stage_matches_its_kind,
     every_matrix_is_of_a_kind,
     every_operand_is_declared,
@@ -226,8 +288,9 @@ RULES: tuple[Rule, ...] = (
 
 
 def violations(program: Program) -> list[str]:
-    """All violations of all rules, each `rule: sentence`."""
-    return [f"{rule.__name__}: {text}" for rule in RULES for text in rule(program)]
+    """All violations of all rules, each `rule: sentence`; of the sizes alone where they are wrong."""
+    sizes = [f"{sizes_are_given.__name__}: {text}" for text in sizes_are_given(program)]
+    return sizes or [f"{rule.__name__}: {text}" for rule in RULES for text in rule(program)]
 
 
 def verify(program: Program) -> None:
