@@ -64,7 +64,7 @@ def fp32_holds(value: float) -> bool:
     """Whether a number >= 0 is neither lost in fp32 nor too large for it."""
     with np.errstate(over="ignore"):
         narrow = float(np.float32(value))
-    return 0 <= value and math.isfinite(narrow) and (narrow > 0 or value == 0)
+    return value >= 0 and math.isfinite(narrow) and (narrow > 0 or value == 0)
 
 
 def attributes_have_legal_values(program: Program) -> Iterator[str]:

@@ -145,7 +145,7 @@ def _run(hidden: int, threads: int, least: int) -> int:
 
 def _least_run(stages: tuple[Stage, ...], chunk: int) -> int:
     """Fewest columns of a thread: a chunk, and so many that a warp holds a whole quantisation group."""
-    return max([chunk, *(stage.attr("group") // 32 for stage in stages if stage.kind == "quant")])
+    return max([chunk, *(int(stage.attr("group")) // 32 for stage in stages if stage.kind == "quant")])
 
 
 def _pointwise(plan: Plan, kernel: Kernel, chunk: int, log: list[LogEntry]) -> Kernel:
