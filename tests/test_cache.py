@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 import time
 from pathlib import Path
 
@@ -104,7 +105,7 @@ def test_without_a_home_a_private_temporary_directory_serves(monkeypatch: pytest
     blocked = tmp_path / "file"
     blocked.write_text("not a directory")
     monkeypatch.setenv("HOME", str(blocked / "home"))
-    monkeypatch.setattr(cache.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     shared = cache.cache_root()
     assert shared.parent == tmp_path and shared == cache.cache_root()
     # A directory that others may write to could hold their code.

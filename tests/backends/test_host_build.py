@@ -5,9 +5,12 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import multiprocessing
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -42,8 +45,8 @@ def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_without_any_compiler_the_error_names_both_ways_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MHCGEN_CXX", raising=False)
-    monkeypatch.setattr(building.shutil, "which", lambda name: None)
-    monkeypatch.setattr(building.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(EnvironmentFault) as caught:
         HostModule(TEXT, SIGNATURE)
     assert caught.value.code == "E-NO-CXX"
@@ -265,4 +268,24 @@ def test_a_cleared_cache_does_not_disturb_a_loaded_module(empty_cache: Path) -> 
     assert cache.clear() == 2
     assert works(host)
     assert HostModule(TEXT, SIGNATURE).compiled
-    assert shutil.disk_usage(empty_cache).free > 0
+
+
+def test_a_long_launch_can_be_interrupted() -> None:
+    script = (
+        "import numpy as np\nfrom mhcgen.backends.host import *\n"
+        f"host = HostModule({TEXT!r}, [KernelSignature('k', (Param('o', 'float*', True),))])\n"
+        "host.launch('k', 1, 4, [np.zeros(4, np.float32)])\nprint('ready', flush=True)\n"
+        "host.launch('k', 2**31 - 1, 4, [np.zeros(4, np.float32)])\n"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert child.stdout is not None and child.stdout.readline() == "ready\n"
+    time.sleep(0.2)
+    child.send_signal(signal.SIGINT)
+    _, errors = child.communicate(timeout=30)
+    assert "KeyboardInterrupt" in errors and child.returncode != 0

@@ -131,6 +131,31 @@ def test_shared_memory_is_poisoned_for_every_block() -> None:
     np.testing.assert_array_equal(raw, np.arange(64))
 
 
+SCOPES = """
+__shared__ float outside[4];
+template <int N>
+__device__ __forceinline__ float rotated(float v) {
+  __shared__ float ring[N];
+  ring[threadIdx.x] = v;
+  __syncthreads();
+  return ring[(threadIdx.x + 1) % N];
+}
+extern "C" __global__ void scopes(float* out) {
+  __shared__ unsigned char bytes[64];
+  outside[threadIdx.x & 3] = 1.0f;
+  bytes[threadIdx.x] = threadIdx.x;
+  out[threadIdx.x] = rotated<64>(threadIdx.x) + bytes[threadIdx.x];
+}
+"""
+
+
+def test_shared_variables_of_every_scope_are_known() -> None:
+    host = HostModule(SCOPES, [signature("scopes", out="float*")], race=True)
+    report = host.launch("scopes", 1, 64, [np.zeros(64, np.float32)])
+    # Only the careless writes are reported, under the variable's name.
+    assert {(f.kind, f.buffer) for f in report.findings} == {("race", "shared outside")}
+
+
 def test_a_thousand_threads_with_a_barrier_each_round() -> None:
     made, report = launch(module("reductions", race=False), "tree_sum", 1024, "random", 5)
     assert report.ok and report.switches > 1024 * 40

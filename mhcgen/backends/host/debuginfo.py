@@ -59,7 +59,7 @@ def read(path: Path) -> DebugInfo:
 @lru_cache(maxsize=64)
 def shared_variables(path: Path) -> tuple[SharedVariable, ...]:
     """Only the shared variables, which every launch of a race build needs."""
-    return tuple(v for v in _shared_variables(_Elf(path.read_bytes())) if v.function)
+    return tuple(_shared_variables(_Elf(path.read_bytes())))
 
 
 class _Elf:
@@ -92,6 +92,9 @@ def _shared_variables(elf: _Elf) -> list[SharedVariable]:
         if info & 0xF == _STT_TLS and size > 0:
             function, variable = _demangle(elf.string(elf.symbol_names + name))
             found.append(SharedVariable(variable, function, value, size))
+    # Dynamic shared memory (the reserve and its names in the emission) and the runtime's guard are not variables.
+    reserve = next((v.offset for v in found if v.name == "mhc_unit_dynamic"), None)
+    found = [v for v in found if v.offset != reserve and v.name != "static_guard"]
     return sorted(found, key=lambda v: (v.offset, v.name))
 
 
@@ -105,4 +108,5 @@ def _demangle(symbol: str) -> tuple[str, str]:
             scope = re.match(r"_ZZ(?:N\d+\w*?)?(\d+)(\w+)", symbol)
             function = scope.group(2)[: int(scope.group(1))] if scope else ""
             return function, name
-    return "", symbol
+    plain = re.fullmatch(r"_ZL\d+(\w+)", symbol)  # at namespace scope, internal
+    return "", plain.group(1) if plain else symbol

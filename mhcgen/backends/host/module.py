@@ -172,20 +172,21 @@ class HostModule:
             raise UsageError("X-COUNT", "only a race build counts accesses", hints=("HostModule(..., race=True)",))
         chosen = _block_ids(blocks, grid3, order, seed)
         bound = bind(signature, args, frozenset(uninitialised))
-        if len(chosen) == 0:
+        block_count = grid3[0] * grid3[1] * grid3[2] if chosen is None else len(chosen)
+        if block_count == 0:
             bound.copy_back()
             return LaunchReport(kernel, order, seed, self.race)
         regions = _Regions(bound, self._shared_variables(), dynamic_shared, count=count_accesses, race=self.race)
         record = abi.LaunchRecord(
             entry=self._entry(kernel),
             arguments=ctypes.addressof(bound.pointers),
-            blocks=chosen.ctypes.data,
+            blocks=None if chosen is None else chosen.ctypes.data,
             regions=regions.records,
             findings=(abi.FindingRecord * _MAX_FINDINGS)(),
             waits=(abi.WaitRecord * _MAX_WAITS)(),
             stacks=_stacks(block3[0] * block3[1] * block3[2]),
             stack_bytes=_STACK_BYTES,
-            block_count=len(chosen),
+            block_count=block_count,
             dynamic_shared=dynamic_shared,
             seed=seed & (2**64 - 1),
             grid=abi.Dim3(*grid3),
@@ -376,13 +377,16 @@ def _check_shapes(grid: tuple[int, int, int], block: tuple[int, int, int], dynam
 
 def _block_ids(
     blocks: Iterable[int] | None, grid: tuple[int, int, int], order: str, seed: int
-) -> npt.NDArray[np.uint64]:
+) -> npt.NDArray[np.uint64] | None:
+    """The blocks in the order to run; None for all of them, ascending, which needs no list."""
     total = grid[0] * grid[1] * grid[2]
+    if blocks is None and order in ("ascending", "warp-greedy"):
+        return None
     if blocks is None:
         ids = np.arange(total, dtype=np.uint64)
     else:
         wanted = sorted({int(b) for b in blocks})
-        if wanted and not (wanted[0] >= 0 and wanted[-1] < total):
+        if wanted and (wanted[0] < 0 or wanted[-1] >= total):
             raise UsageError("X-BLOCKS", f"block ids must lie in 0 to {total - 1}", where=str(wanted[-1]))
         ids = np.array(wanted, dtype=np.uint64)
     if order == "descending":

@@ -100,9 +100,15 @@ MHC_INLINE double fmax(double a, double b) {
   return a == a ? a : b == b ? b : __longlong_as_double(0x7fffffffffffffffll);
 }
 // The result types of CUDA's mixed overloads: unsigned wins over signed, double over float.
-#define MHC_MINMAX(R, A, B)                                                                                 \
-  MHC_INLINE R min(A a, B b) { return static_cast<R>(a) < static_cast<R>(b) ? static_cast<R>(a) : static_cast<R>(b); } \
-  MHC_INLINE R max(A a, B b) { return static_cast<R>(a) > static_cast<R>(b) ? static_cast<R>(a) : static_cast<R>(b); }
+#define MHC_MINMAX(R, A, B)                            \
+  MHC_INLINE R min(A a, B b) {                          \
+    const R x = static_cast<R>(a), y = static_cast<R>(b); \
+    return x < y ? x : y;                               \
+  }                                                     \
+  MHC_INLINE R max(A a, B b) {                          \
+    const R x = static_cast<R>(a), y = static_cast<R>(b); \
+    return x > y ? x : y;                               \
+  }
 MHC_MINMAX(int, int, int)
 MHC_MINMAX(unsigned, unsigned, unsigned)
 MHC_MINMAX(unsigned, int, unsigned)

@@ -22,7 +22,9 @@ static bool ordered_before(const Access& earlier, const Fiber* now) {
   if (earlier.block != cta->serial) return false;
   if (earlier.epoch < cta->epoch || earlier.thread == now->linear) return true;
   const Clocks& clocks = cta->launch->race->clocks;
-  if (earlier.warp() == now->warp()) return clocks.warps[now->warp()].seen[now->lane()][earlier.lane()] >= earlier.step;
+  if (earlier.warp() == now->warp()) {
+    return clocks.warps[now->warp()].seen[now->lane()][earlier.lane()] >= earlier.step;
+  }
   return clocks.named_barriers &&
          clocks.knowledge[now->warp()].of[earlier.warp()][earlier.lane()] >= earlier.step;
 }
@@ -58,7 +60,9 @@ static void report_race(const Shadow& shadow, uint64_t cell, const Access& earli
 // ---- one cell ------------------------------------------------------------------------------------------------
 
 static inline bool is_write(const Access& access) { return (access.flags & MHC_ACCESS_WRITE) != 0; }
-static inline bool both_atomic(const Access& a, const Access& b) { return (a.flags & b.flags & MHC_ACCESS_ATOMIC) != 0; }
+static inline bool both_atomic(const Access& a, const Access& b) {
+  return (a.flags & b.flags & MHC_ACCESS_ATOMIC) != 0;
+}
 
 // Appends to the reads of a cell. Atomic writes that another atomic replaced are kept there as well.
 static void append_read(Race* race, Cell& cell, const Access& access) {
@@ -168,7 +172,8 @@ static void touch_cell(Race* race, Shadow& shadow, uint64_t index, const Access&
   const bool writes = is_write(now);
   const bool reads = !writes || (now.flags & MHC_ACCESS_ATOMIC) != 0;
   if (cell.write.block != 0) {
-    if (!both_atomic(cell.write, now) && !ordered_before(cell.write, running)) report_race(shadow, index, cell.write, now);
+    const bool harmless = both_atomic(cell.write, now) || ordered_before(cell.write, running);
+    if (!harmless) report_race(shadow, index, cell.write, now);
   } else if (reads && (shadow.shared || (shadow.region->flags & MHC_NEEDS_INIT) != 0)) {
     MhcFinding finding = access_finding(MHC_UNINIT, MHC_NO_DETAIL, now, 1u << shadow.cell_bits);
     finding.region = shadow.index;
@@ -321,7 +326,8 @@ static void begin_race(Launch* launch) {
     return;
   }
   race->stacks_low = reinterpret_cast<uint64_t>(request->stacks);
-  race->stacks_high = race->stacks_low + request->stack_bytes * request->block.x * request->block.y * request->block.z;
+  const uint64_t threads = uint64_t{request->block.x} * request->block.y * request->block.z;
+  race->stacks_high = race->stacks_low + request->stack_bytes * threads;
   race->shadows = static_cast<Shadow*>(map_pages(request->region_count * sizeof(Shadow)));
   if (race->shadows == nullptr) {
     launch->out_of_memory = true;

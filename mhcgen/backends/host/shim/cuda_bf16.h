@@ -44,7 +44,8 @@ MHC_INLINE __nv_bfloat16 __float2bfloat16_rz(float value) {
 MHC_INLINE float __bfloat162float(__nv_bfloat16 v) {
   return __uint_as_float(static_cast<unsigned>(v.mhc_bits) << 16);
 }
-inline __attribute__((always_inline)) __nv_bfloat16::__nv_bfloat16(float value) : mhc_bits(__float2bfloat16_rn(value).mhc_bits) {}
+inline __attribute__((always_inline)) __nv_bfloat16::__nv_bfloat16(float value)
+    : mhc_bits(__float2bfloat16_rn(value).mhc_bits) {}
 inline __attribute__((always_inline)) __nv_bfloat16::operator float() const { return __bfloat162float(*this); }
 
 // In the pairs, x is the low half.
