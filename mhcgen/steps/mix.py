@@ -38,8 +38,9 @@ def rowsq(context: Context, stage: Stage) -> None:
     x = stage.operand("x")
     acc = {"fp32": "float", "fp64": "double"}[stage.attr("acc")]
     part = context.share(f"s_{identifier(stage.name)}_part", acc, context.kernel.data_warps)
-    # In a block of one warp, lane 0 alone writes the one partial sum and reads it.
-    own = context.kernel.warps == 1
+    few = context.kernel.data_warps <= {"float": 32, "double": 16}[acc]
+    # In a block of one warp, lane 0 alone writes the one partial sum, and reads it where lanes share the adding up.
+    own = context.kernel.warps == 1 and not few
     source, reads, declares = context.streams(x)
     context.step(
         stage,
@@ -56,7 +57,6 @@ def rowsq(context: Context, stage: Stage) -> None:
         **context.column_fields(),
     )
     count = context.n * context.hidden
-    few = context.kernel.data_warps <= {"float": 32, "double": 16}[acc]
     context.step(
         stage,
         "inverse",
