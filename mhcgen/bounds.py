@@ -16,7 +16,7 @@ constants. What is compared with what:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -150,13 +150,9 @@ def compare_all(
     inputs: Mapping[str, npt.ArrayLike],
     *,
     rounded: bool = False,
-    opaque: Mapping[str, Callable[[Array], Array]] | None = None,
 ) -> list[Comparison]:
-    """Compare every tensor of `got`, in its order, with one error analysis; raises as `compare` does.
-
-    `opaque` is that of `ErrorModel`: in a chain of sites, how branches carry errors on.
-    """
-    model = ErrorModel(program, inputs, reference_values, rounded=rounded, opaque=opaque)
+    """Compare every tensor of `got`, in its order, with one error analysis; raises as `compare` does."""
+    model = ErrorModel(program, inputs, reference_values, rounded=rounded)
     return [_compare(model, name, array) for name, array in got.items()]
 
 

@@ -83,8 +83,6 @@ class ErrorModel:
         values: `reference.run(..., all_values=True)` of those inputs.
         rounded: whether the reference ran with `round_values=True`. A 16-bit value must then be the same,
             but where its exact value is so near a tie that the two sides may round to different neighbours.
-        opaque: by name of an opaque stage, the error of its result given that of its operand. A stage that is
-            not named gave both sides the same array, as if the reference had been told what the emission got.
 
     Raises:
         ValueError: a value that is needed is missing.
@@ -97,10 +95,8 @@ class ErrorModel:
         values: Mapping[str, Array],
         *,
         rounded: bool = False,
-        opaque: Mapping[str, Callable[[Array], Array]] | None = None,
     ) -> None:
         self.program, self.rounded = program, rounded
-        self.opaque = dict(opaque or {})
         self.functions = _FUNCTIONS[program.arithmetic.functions]
         self._inputs, self._values = inputs, values
         self._errors: dict[str, Array] = {}
@@ -361,10 +357,7 @@ def _mean(model: ErrorModel, stage: Stage) -> dict[str, Array]:
 
 
 def _opaque(model: ErrorModel, stage: Stage) -> dict[str, Array]:
-    ((slot, name),) = stage.results
-    if stage.name in model.opaque:
-        return {slot: model.opaque[stage.name](model.error(stage.reads[0]))}
-    return {slot: np.zeros(model.value(name).shape)}
+    return {slot: np.zeros(model.value(name).shape) for slot, name in stage.results}
 
 
 _STAGES: dict[str, Callable[[ErrorModel, Stage], dict[str, Array]]] = {
