@@ -72,16 +72,16 @@ class Context:
             targets += (self.row(tensor),)
         return targets
 
-    def small_accesses(self, tensor: str) -> tuple[Access, ...]:
-        """Writes behind `small_targets`."""
+    def small_accesses(self, tensor: str, own: bool = False) -> tuple[Access, ...]:
+        """Writes behind `small_targets`; `own` where lane i alone writes elements i, i + 32, ..."""
         if self.place(tensor).space == "shared":
             self.share(self.shared(tensor), "float", self.elements(tensor))
-            return (Access(self.shared(tensor), True),)
+            return (Access(self.shared(tensor), True, own),)
         return ()
 
-    def gate_accesses(self, tensor: str) -> tuple[Access, ...]:
-        """Reads behind `gate_source`."""
-        return (Access(self.shared(tensor), False),) if self.place(tensor).space == "shared" else ()
+    def gate_accesses(self, tensor: str, own: bool = False) -> tuple[Access, ...]:
+        """Reads behind `gate_source`; `own` where lane i alone reads elements i, i + 32, ..."""
+        return (Access(self.shared(tensor), False, own),) if self.place(tensor).space == "shared" else ()
 
     def elements(self, tensor: str) -> int:
         """Elements per token of a tensor."""
