@@ -81,7 +81,7 @@ def project(context: Context, stage: Stage) -> None:
         "total",
         "project_total",
         "mix",
-        (Access(part, False), *context.small_accesses(mixes)),
+        (Access(part, False), *context.small_accesses(mixes, own=True)),
         part=part,
         rows=rows,
         warps=context.kernel.data_warps,
