@@ -6,17 +6,18 @@ slots: a result named like a later operand feeds it, what nobody writes is given
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from mhcgen.arithmetic import Arithmetic
+from mhcgen.combs import comb_kind
 from mhcgen.inputs import make_inputs
 from mhcgen.ir import AttrValue, Program, Stage, Tensor, make_stage
 from mhcgen.plan import Access, Kernel, Node, Options, Plan, Step
-from mhcgen.stages import KINDS
+from mhcgen.stages import COMB_STAGES, KINDS
 
 #: The least each kind needs of attributes.
 ATTRS: dict[str, dict[str, AttrValue]] = {
@@ -24,6 +25,7 @@ ATTRS: dict[str, dict[str, AttrValue]] = {
     "rowsq": {"acc": "fp64", "eps": 1e-6},
     "gates": {"post_mult": 2.0, "pre_eps": 1e-6},
     "head_gates": {"pre_eps": 1e-6},
+    "comb": {"comb": "plain"},
     "sinkhorn": {"comb": "sinkhorn", "early_stop": False, "eps": 1e-6, "iters": 3},
     "norm": {"acc": "fp32", "eps": 1e-6},
     "quant": {"group": 32, "pow2": False, "scheme": "q8"},
@@ -46,22 +48,25 @@ def stage(
     name: str = "",
     operands: Mapping[str, str] | None = None,
     results: Mapping[str, str] | None = None,
+    usual: tuple[str, ...] = ("logits",),
     **attrs: AttrValue,
 ) -> Stage:
-    """A stage of a kind; a slot that is not named gets the tensor of its own name, optional slots none."""
-    signature = KINDS[kind]
-    given_in, given_out = dict(operands or {}), dict(results or {})
-    reads = {
-        slot.rstrip("?"): given_in.get(slot.rstrip("?"), slot)
-        for slot, _ in signature.operands
-        if not slot.endswith("?") or slot.rstrip("?") in given_in
-    }
-    writes = {
-        slot.rstrip("?"): given_out.get(slot.rstrip("?"), slot)
-        for slot, _ in signature.results
-        if not slot.endswith("?") or slot.rstrip("?") in given_out
-    }
+    """A stage of a kind; a slot that is not named gets the tensor of its own name, an optional one if `usual`."""
+
+    def fill(which: str, given: Mapping[str, str]) -> dict[str, str]:
+        return {
+            slot.rstrip("?"): given.get(slot.rstrip("?"), slot.rstrip("?"))
+            for slot, _ in getattr(KINDS[kind], which)
+            if not slot.endswith("?") or slot.rstrip("?") in (*given, *usual)
+        }
+
+    reads, writes = fill("operands", operands or {}), fill("results", results or {})
     return make_stage(name or kind, kind, reads, writes, {**ATTRS.get(kind, {}), **attrs})
+
+
+def logits_of(stages: Iterable[Stage], n: int) -> int:
+    """Logits a token of the first mixing matrix among the stages; n * n where there is none."""
+    return next((comb_kind(s).logits(n) for s in stages if s.kind in COMB_STAGES), n * n)
 
 
 def slot_dtype(stage: Stage, slot: str, dtype: str) -> str:
@@ -106,9 +111,8 @@ def program(
     for name in (name for s in chosen for name in s.writes):
         role = "value" if name in read and name not in results else "result"
         tensors[name] = replace(tensors[name], role=role)
-    dims = {
-        "n": n, "H": hidden, "K": n * hidden, "R": (2 + n) * n, "L": n * n, "G": -(-hidden // group),
-    }  # fmt: skip
+    logits = logits_of(chosen, n)
+    dims = {"n": n, "H": hidden, "K": n * hidden, "R": 2 * n + logits, "L": logits, "G": -(-hidden // group)}
     made = Program("hand", tuple(sorted(dims.items())), Arithmetic(), tuple(tensors.values()), tuple(chosen))
     return replace(made, **overrides)
 

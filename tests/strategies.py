@@ -9,6 +9,7 @@ from factories import program, stage
 from hypothesis import strategies as st
 
 from mhcgen.build import build
+from mhcgen.combs import COMB_KINDS
 from mhcgen.ir import Program, Stage
 from mhcgen.passes.fuse import OPAQUE_KINDS
 
@@ -46,11 +47,19 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+def fitting_combs(n: int) -> list[str]:
+    """Kinds of mixing matrices that are one stage of kind `comb` and exist for n streams."""
+    return sorted(name for name, kind in COMB_KINDS.items() if kind.stage == "comb" and not kind.streams(n))
+
+
 class _Maker:
     """Grows a Program stage by stage; operands are earlier results or new inputs."""
 
-    def __init__(self, draw: st.DrawFn) -> None:
+    def __init__(self, draw: st.DrawFn, n: int) -> None:
         self.draw = draw
+        #: one kind of mixing matrix a Program: the logits of all gates are alike
+        self.comb = draw(st.sampled_from(["sinkhorn", "sinkhorn", *fitting_combs(n)]))
+        self.logits = {"logits": "logits"} if COMB_KINDS[self.comb].logits(n) else {}
         self.stages: list[Stage] = []
         #: what can be read, by the kind of value it is
         self.pools: dict[str, list[str]] = {
@@ -76,7 +85,7 @@ class _Maker:
     def add(self, kind: str, reads: dict[str, str], writes: dict[str, str], **attrs: Any) -> None:
         operands = {slot: self.operand(pool) if pool in self.pools else pool for slot, pool in reads.items()}
         results = {slot: self.new(pool, slot) for slot, pool in writes.items()}
-        self.stages.append(stage(kind, f"s{len(self.stages)}", operands, results, **attrs))
+        self.stages.append(stage(kind, f"s{len(self.stages)}", operands, results, (), **attrs))
 
     def grow(self) -> None:
         """One more stage of a random kind."""
@@ -93,10 +102,12 @@ class _Maker:
                 self.add(
                     "gates",
                     {"mixes_scaled": "mixes", "scale": f"scale{tag}", "base": f"base{tag}"},
-                    {"pre": "gate", "post": "gate", "logits": "logits"},
+                    {"pre": "gate", "post": "gate", **self.logits},
                     pre_eps=draw(st.sampled_from([1e-6, 1e-2])),
                 )
-            case "sinkhorn":
+            case "matrix" if self.comb != "sinkhorn":
+                self.add("comb", self.logits, {"comb": "matrix"}, comb=self.comb)
+            case "matrix":
                 counted = {"iterations": ""} if draw(st.booleans()) else {}
                 stop = draw(st.booleans())
                 self.add(
@@ -127,20 +138,21 @@ class _Maker:
                 self.add("engram", {"x": "streams"}, {"x_out": "streams"})
 
 
-_KINDS = ("rowsq", "gates", "sinkhorn", "collapse", "post", "norm", "quant", "mean", "project", "expand")
+_KINDS = ("rowsq", "gates", "matrix", "collapse", "post", "norm", "quant", "mean", "project", "expand")
 
 
 @st.composite
 def hand_built(draw: st.DrawFn) -> Program:
     """A Program nobody's model has: a random graph of stages, any value of which may also be a result."""
-    maker = _Maker(draw)
+    n = draw(st.integers(1, 8))
+    maker = _Maker(draw, n)
     for _ in range(draw(st.integers(1, 7))):
         maker.grow()
     written = [name for s in maker.stages for name in s.writes]
     results = tuple(draw(st.lists(st.sampled_from(written), unique=True, max_size=3)))
     return program(
         *maker.stages,
-        n=draw(st.integers(1, 8)),
+        n=n,
         hidden=draw(HIDDEN),
         dtype=draw(DTYPES),
         results=results,

@@ -65,6 +65,66 @@ BROKEN: dict[str, list[tuple[Program, list[str]]]] = {
             ["stage rowsq (rowsq) lacks attribute eps"],
         ),
     ],
+    "sizes_are_given": [
+        (
+            replace(MEAN, dims=()),
+            ["size n is None, not a positive integer", "size H is None, not a positive integer"],
+        ),
+        (replace(MEAN, dims=(("H", 8), ("n", 0))), ["size n is 0, not a positive integer"]),
+        (replace(MEAN, dims=(("H", True), ("n", 1))), ["size H is True, not a positive integer"]),
+        (replace(MEAN, dims=(("H", 8), ("K", 17), ("n", 2))), ["size K is 17, and 16 follows from the others"]),
+        (
+            replace(factories.program(factories.stage("quant")), dims=(("G", 2), ("H", 8), ("n", 2))),
+            ["size G is 2, and 1 follows from the others"],
+        ),
+    ],
+    "attributes_have_legal_values": [
+        (
+            factories.program(factories.stage(kind, usual=(), **{key: value})),
+            [f"stage {kind} ({kind}): {key} is {value!r}, and must be {wanted}"],
+        )
+        for kind, key, value, wanted in (
+            ("rowsq", "acc", "fp16", "fp32 or fp64"),
+            ("rowsq", "eps", -1e-6, "a number >= 0 that fp32 can hold"),
+            ("rowsq", "eps", float("nan"), "a number >= 0 that fp32 can hold"),
+            ("rowsq", "eps", 1e-50, "a number >= 0 that fp32 can hold"),
+            ("rowsq", "eps", "1e-6", "a number >= 0 that fp32 can hold"),
+            ("gates", "pre_eps", 1e39, "a number >= 0 that fp32 can hold"),
+            ("gates", "post_mult", float("inf"), "a finite number"),
+            ("sinkhorn", "iters", 0, "a positive integer"),
+            ("sinkhorn", "iters", 2.0, "a positive integer"),
+            ("sinkhorn", "early_stop", 1, "a bool"),
+            ("quant", "group", 48, "a power of two from 8 on"),
+            ("quant", "group", 4, "a power of two from 8 on"),
+            ("quant", "scheme", "int4", "q8 or fp8"),
+            ("quant", "pow2", 0, "a bool"),
+            ("project", "method", "external", "fma"),
+        )
+    ],
+    "every_matrix_is_of_a_kind": [
+        (
+            factories.program(factories.stage("comb"), factories.stage("comb", "b", {}, {"comb": "c"}, comb="nine")),
+            ["stage b has unknown comb 'nine'"],
+        ),
+        (
+            factories.program(factories.stage("comb", comb="sinkhorn")),
+            ["stage comb: comb sinkhorn is made by stages of kind sinkhorn, not comb"],
+        ),
+        (
+            factories.program(factories.stage("comb", comb="kronecker"), n=3),
+            [
+                "stage comb: comb kronecker: a Kronecker product of 2 x 2 matrices has 2^k rows, "
+                "and 3 is no power of two"
+            ],
+        ),
+        (
+            factories.program(
+                factories.stage("comb"), factories.stage("comb", "b", {}, {"comb": "c"}, comb="circulant")
+            ),
+            ["stage b: comb circulant takes 2 logits, and L = 4"],
+        ),
+        (factories.program(factories.stage("comb", usual=())), ["stage comb: comb plain takes 4 logits at n = 2"]),
+    ],
     "every_operand_is_declared": [
         (replace(MEAN, tensors=MEAN.tensors[1:]), ["stage mean mentions undeclared tensor x"]),
         (replace(MEAN, tensors=MEAN.tensors[:1]), ["stage mean mentions undeclared tensor y"]),
