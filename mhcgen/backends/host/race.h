@@ -13,7 +13,7 @@ struct Race {
   NodePool pool;
   Shadow* shadows;  // sorted by address
   unsigned shadow_count;
-  Shadow* latest;  // accesses tend to stay in one buffer
+  Shadow* recent[64];  // by address, what was found there last; accesses tend to return to the same pages
   uint64_t stacks_low, stacks_high;
 };
 
@@ -64,19 +64,19 @@ static inline bool both_atomic(const Access& a, const Access& b) {
   return (a.flags & b.flags & MHC_ACCESS_ATOMIC) != 0;
 }
 
-// Appends to the reads of a cell. Atomic writes that another atomic replaced are kept there as well.
-static void append_read(Race* race, Cell& cell, const Access& access) {
-  if (cell.read.block == 0) {
-    cell.read = access;
-    return;
+// Puts an access in front of the reads of a cell, where the next read looks first. Atomic writes that another
+// atomic replaced are kept there as well.
+static void put_read(Race* race, Cell& cell, const Access& access) {
+  if (cell.read.block != 0) {
+    const uint32_t node = race->pool.take();
+    if (node == 0) {
+      running->cta->launch->out_of_memory = true;
+      return;
+    }
+    race->pool.at(node) = {cell.read, cell.more};
+    cell.more = node;
   }
-  const uint32_t node = race->pool.take();
-  if (node == 0) {
-    running->cta->launch->out_of_memory = true;
-    return;
-  }
-  race->pool.at(node) = {access, cell.more};
-  cell.more = node;
+  cell.read = access;
 }
 
 static void forget_reads(Race* race, Cell& cell) {
@@ -116,7 +116,7 @@ static void filter_reads(Race* race, Cell& cell, Keep keep) {
 // - Once two warps have read, one record per warp is enough: barriers that order other warps cover whole warps.
 static void note_read(Race* race, Cell& cell, const Access& now) {
   uint32_t other_block = 0;
-  bool other_warp = false, own_warp = false;
+  bool other_warp = false;
   filter_reads(race, cell, [&](const Access& earlier) {
     if (is_write(earlier)) return true;
     if (ordered_before(earlier, running)) return false;
@@ -124,8 +124,6 @@ static void note_read(Race* race, Cell& cell, const Access& now) {
       other_block = earlier.block;
     } else if (earlier.warp() != now.warp()) {
       other_warp = true;
-    } else {
-      own_warp = true;
     }
     return true;
   });
@@ -135,10 +133,8 @@ static void note_read(Race* race, Cell& cell, const Access& now) {
       if (keep && !is_write(earlier)) other_block = 0;  // one is enough
       return keep || is_write(earlier);
     });
-  } else if (other_warp && own_warp) {
-    return;
   } else if (other_warp) {
-    unsigned seen = 0;
+    unsigned seen = 1u << now.warp();  // this read stands for its warp from now on
     filter_reads(race, cell, [&](const Access& earlier) {
       if (is_write(earlier)) return true;
       const bool first = (seen >> earlier.warp() & 1) == 0;
@@ -146,7 +142,7 @@ static void note_read(Race* race, Cell& cell, const Access& now) {
       return first;
     });
   }
-  append_read(race, cell, now);
+  put_read(race, cell, now);
 }
 
 // An atomic write that another atomic replaced, unordered: a later plain access may still race with it. At most one
@@ -160,11 +156,17 @@ static void keep_replaced_atomic(Race* race, Cell& cell, const Access& replaced)
     other_block = true;
     return first;
   });
-  append_read(race, cell, replaced);
+  put_read(race, cell, replaced);
+}
+
+static inline bool same_moment(const Access& a, const Access& b) {
+  return a.block == b.block && a.thread == b.thread && a.epoch == b.epoch && a.step == b.step;
 }
 
 static void touch_cell(Race* race, Shadow& shadow, uint64_t index, const Access& now) {
   Cell& cell = shadow.cells[index];
+  // Read again before anything else happened to the cell: a write would have removed the first read.
+  if (now.flags == 0 && cell.read.flags == 0 && same_moment(cell.read, now)) return;
   if (shadow.shared) {  // what an earlier block left is gone
     if (cell.read.block != 0 && cell.read.block != now.block) forget_reads(race, cell);
     if (cell.write.block != now.block) cell.write.block = 0;
@@ -203,8 +205,8 @@ static void touch_cell(Race* race, Shadow& shadow, uint64_t index, const Access&
 // ---- one access ----------------------------------------------------------------------------------------------
 
 static Shadow* find_shadow(Race* race, uint64_t address) {
-  Shadow* latest = race->latest;
-  if (latest != nullptr && address - latest->low < latest->high - latest->low) return latest;
+  Shadow*& recent = race->recent[address >> 12 & 63];
+  if (recent != nullptr && address - recent->low < recent->high - recent->low) return recent;
   unsigned low = 0, high = race->shadow_count;
   while (low < high) {
     const unsigned middle = (low + high) / 2;
@@ -214,7 +216,7 @@ static Shadow* find_shadow(Race* race, uint64_t address) {
     } else if (address >= shadow.high + shadow.guard) {
       low = middle + 1;
     } else {
-      return race->latest = &race->shadows[middle];
+      return recent = &race->shadows[middle];
     }
   }
   return nullptr;
