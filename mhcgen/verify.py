@@ -270,6 +270,12 @@ def a_program_has_results(program: Program) -> Iterator[str]:
         yield "the Program has no result"
 
 
+def tokens_are_counted(program: Program) -> Iterator[str]:
+    """Some input has a token axis: T is taken from it when the Program runs."""
+    if program.stages and not any("T" in tensor.shape for tensor in program.of_role("input")):
+        yield "no input has a token axis T"
+
+
 RULES: tuple[Rule, ...] = (
     sizes_are_given,
     names_are_unique,
@@ -284,6 +290,7 @@ RULES: tuple[Rule, ...] = (
     dtypes_fit_the_slots,
     stages_are_in_a_topological_order,
     a_program_has_results,
+    tokens_are_counted,
 )
 
 
