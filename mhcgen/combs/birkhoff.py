@@ -8,8 +8,6 @@ from __future__ import annotations
 import itertools
 import math
 
-import numpy as np
-
 from mhcgen.combs.family import Array, CombKind, DirectMap
 from mhcgen.ir import Stage
 
@@ -36,6 +34,8 @@ def _streams(n: int) -> str:
 
 
 def _aim(n: int, shift: int) -> Array:
+    import numpy as np
+
     wanted = tuple((j + shift) % n for j in range(n))
     logits = np.zeros(math.factorial(n))
     logits[list(itertools.permutations(range(n))).index(wanted)] = 12.0

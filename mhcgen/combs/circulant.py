@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
-
 from mhcgen.combs.family import Array, CombKind, DirectMap
 from mhcgen.ir import Stage
 
@@ -16,6 +14,8 @@ def _steps(stage: Stage, n: int) -> DirectMap:
 
 
 def _aim(n: int, shift: int) -> Array:
+    import numpy as np
+
     logits: Array = 10.0 * np.eye(n)[shift % n]
     return logits
 

@@ -13,14 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mhcgen.ir import Stage
 
-Array = npt.NDArray[np.float64]
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+# In quotes, and numpy imported where it is used: the command line reads names of kinds, and starts without it.
+Array: TypeAlias = "npt.NDArray[np.float64]"
 
 
 @dataclass(frozen=True)

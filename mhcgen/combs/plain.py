@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from mhcgen.combs.family import Array, CombKind, CombProgram
 
 
 def _aim(n: int, shift: int) -> Array:
+    import numpy as np
+
     return np.roll(np.eye(n), shift, axis=1).reshape(-1)
 
 

@@ -7,8 +7,6 @@ column step, then iters - 1 times row and column, every sum + eps.
 
 from __future__ import annotations
 
-import numpy as np
-
 from mhcgen.combs.family import Array, CombKind, CombProgram, CombStep, ElementStep, HalfStep, LogStep
 from mhcgen.ir import Stage
 
@@ -106,6 +104,8 @@ def _limit(stage: Stage) -> float:
 
 
 def _aim(n: int, shift: int) -> Array:
+    import numpy as np
+
     return 10.0 * np.roll(np.eye(n), shift, axis=1).reshape(-1)
 
 
