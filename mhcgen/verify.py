@@ -9,8 +9,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
-
 from mhcgen.arithmetic import PROJECTIONS
 from mhcgen.combs import COMB_KINDS
 from mhcgen.errors import ProgramError
@@ -62,6 +60,8 @@ _LEGAL: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 def fp32_holds(value: float) -> bool:
     """Whether a number >= 0 is neither lost in fp32 nor too large for it."""
+    import numpy as np
+
     with np.errstate(over="ignore"):
         narrow = float(np.float32(value))
     return value >= 0 and math.isfinite(narrow) and (narrow > 0 or value == 0)
