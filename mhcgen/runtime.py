@@ -148,7 +148,8 @@ class Module:
 
     def needs_compiling(self, **arrays: Any) -> bool:
         """Whether a call with these arrays among its own may have to compile first; see `prepare`."""
-        return not all(self.runner.is_compiled(twin) for twin in {False, self._misaligned(arrays.values())})
+        checked = [self.runner.check_array(name, array) for name, array in arrays.items()]
+        return not all(self.runner.is_compiled(twin) for twin in {False, self._misaligned(checked)})
 
     def prepare(self, misaligned: bool = False) -> None:
         """Compile now, so that no call has to: the emission, or its twin for arrays that are not 16-byte aligned.
