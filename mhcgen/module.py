@@ -351,7 +351,9 @@ class HyperConnections:
 
     # ---- arms -----------------------------------------------------------------------------------
     def expand(self, embeddings: Any, workspace: Workspace | None = None) -> Any:
-        """x [T, n, H]: n copies of the embeddings [T, H]."""
+        """x [T, n, H]: n copies of the embeddings [T, H]. The start of a trunk: a workspace is rewound."""
+        if workspace is not None:
+            workspace.rewind()
         return self._run("expand", workspace, {"e": embeddings})["x"]
 
     def pre(self, site: str, x: Any, workspace: Workspace | None = None) -> SiteInput:

@@ -111,6 +111,10 @@ class Workspace:
         """Where an arm writes, by tensor name."""
         return {tensor.name: self._view(*slot_of(arm, tensor.name), tokens) for tensor in self.modules[arm].outputs}
 
+    def rewind(self) -> None:
+        """Start of a trunk: every slot at its first buffer, so that each trunk launches on the same addresses."""
+        self._now = dict.fromkeys(TURNING, 0)
+
     def turn(self, arm: str) -> None:
         """After an arm ran: what it wrote to a slot's next buffer is the slot's present one."""
         for tensor in self.modules[arm].outputs:
