@@ -241,6 +241,9 @@ def dtypes_fit_the_slots(program: Program) -> Iterator[str]:
                     f"and only {' or '.join((', '.join(fitting[:-1]), fitting[-1])) if fitting[1:] else fitting[0]} "
                     "fits there"
                 )
+        dtypes = {by_name[name].dtype for name in (*stage.reads, *stage.writes) if name in by_name}
+        if stage.kind == "expand" and len(dtypes) > 1:
+            yield f"stage {stage.name}: an expand copies, so its dtypes cannot be {' and '.join(sorted(dtypes))}"
 
 
 def _fitting(stage: Stage, slot: str, shape: tuple[Dim, ...]) -> tuple[str, ...]:
