@@ -24,6 +24,9 @@ ASKED = "asked"
 PLACEMENTS = ("shared", "row", "element", "registers")
 V3_THREADS = (128, 256, 512, 1024)
 V4_THREADS = (256, 512, 1024)
+CLUSTERS = (2, 4, 8)
+#: Stages whose neighbours are tried as explicit groups; a trunk repeats itself after that.
+GROUPED_STAGES = 8
 
 
 @dataclass(frozen=True)
@@ -35,12 +38,14 @@ class Arm:
         options: its schedule.
         what: one line for people.
         misaligned: its arrays start off every vector boundary.
+        full_loop: the Sinkhorn loop runs to its end although the Program lets it stop early.
     """
 
     name: str
     options: Options
     what: str
     misaligned: bool = False
+    full_loop: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,11 @@ def candidates(program: Program, options: Options) -> Iterator[Arm]:
                 f"streams read once and kept in registers, {size} threads, mixes on "
                 + ("a warp of their own" if mix_warp == "own" else "warp 0"),
             )
+    for blocks in CLUSTERS:
+        yield Arm(f"cluster.{blocks}", replace(fused, cluster=blocks), f"a token's columns over {blocks} blocks")
+    yield Arm("stamped", replace(options, stamps=True), "asked, with time stamps")
+    if any(stage.attr("early_stop") for stage in program.stages_of_kind("sinkhorn")):
+        yield Arm("full-loop", options, "asked, without early stop", full_loop=True)
     yield Arm("scalar", replace(options, scalar=True), "asked, element loads, on misaligned arrays", True)
     for groups in _partial_groups(program):
         yield Arm(
@@ -90,6 +100,7 @@ def candidates(program: Program, options: Options) -> Iterator[Arm]:
 def _partial_groups(program: Program) -> tuple[str, ...]:
     """Neighbouring stages in pairs, and the chain cut in two: fusions no preset names."""
     names = [stage.name for stage in program.stages if stage.kind not in OPAQUE_KINDS]
+    names = names[:GROUPED_STAGES]
     pairs = [f"{a}+{b}" for a, b in pairwise(names)]
     half = len(names) // 2
     halves = ["+".join(names[:half]) + "," + "+".join(names[half:])] if half >= 2 else []
@@ -106,10 +117,27 @@ def arms(program: Program, options: Options) -> tuple[Arm, ...]:
     return tuple(arm for arm in candidates(program, options) if isinstance(plan_arm(program, arm), Plan))
 
 
+def made(program: Program, arm: Arm) -> Plan:
+    """The finished Plan of an arm.
+
+    Raises:
+        RefusedError: it is not legal.
+    """
+    if arm.full_loop:
+        stages = [
+            replace(stage, attrs=tuple(sorted({**dict(stage.attrs), "early_stop": False}.items())))
+            if stage.kind == "sinkhorn"
+            else stage
+            for stage in program.stages
+        ]
+        program = program.with_stages(stages)
+    return run_pipeline(program, arm.options)
+
+
 def plan_arm(program: Program, arm: Arm) -> Plan | RefusedArm:
     """The finished Plan of an arm, or why there is none."""
     try:
-        return run_pipeline(program, arm.options)
+        return made(program, arm)
     except RefusedError as error:
         assert isinstance(error.refusal, Refusal)
         return RefusedArm(arm, error.refusal)
@@ -140,7 +168,7 @@ def chosen(program: Program, options: Options, wish: str) -> tuple[list[tuple[Ar
     refused: list[RefusedArm] = []
     for arm in picked:
         if arm.name in named:
-            planned.append((arm, run_pipeline(program, arm.options)))
+            planned.append((arm, made(program, arm)))
             continue
         plan = plan_arm(program, arm)
         if isinstance(plan, Plan):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from mhcgen.gate.jobs import Job
 from mhcgen.inputs import numpy_dtype
 from mhcgen.ir import Program
 from mhcgen.passes.fuse import OPAQUE_KINDS
-from mhcgen.plan import Plan
+from mhcgen.plan import Kernel, Plan
 
 #: Check -> what it proves; in the order of reports.
 CHECKS: dict[str, str] = {
@@ -29,6 +30,7 @@ CHECKS: dict[str, str] = {
     "findings": "the executor saw no broken barrier, mask or shuffle, no deadlock, no access out of bounds",
     "discriminates": "the inputs could show the faults they are there for",
     "orders": "ascending, descending, random and warp-greedy thread orders give the same bits",
+    "rows": "a row's bits depend neither on the number of rows nor on its place among them",
     "race": "race mode saw no data race and no read of unwritten memory",
     "slab_once": "streams that live in registers are loaded from global memory exactly once",
     "weakened": "with its barriers weakened to those the sync pass chooses, the arm is clean and bit-equal",
@@ -70,19 +72,53 @@ def differing(a: Array, b: Array) -> int:
     return int(np.count_nonzero(other))
 
 
-def bits(outcomes: Outcomes, baseline: Outcomes, check: str = "bits") -> Verdict:
-    """Differing elements per result, over all jobs."""
+def bits(
+    outcomes: Outcomes, baseline: Outcomes, check: str = "bits", *, but: tuple[str, ...] = ()
+) -> Verdict:
+    """Differing elements per result, over all jobs; results named in `but` are not compared."""
     wrong: dict[str, int] = {}
     seen = 0
     detail = ""
     for (job, ours), (_, theirs) in zip(outcomes, baseline, strict=True):
         for name, want in theirs.results.items():
+            if name in but:
+                continue
             count = differing(ours.results[name], want)
             wrong[name] = wrong.get(name, 0) + count
             seen += want.size
             if count and not detail:
                 detail = f"{name}: {count} of {want.size} elements differ on {job}"
     return Verdict(check, not detail, (*wrong.items(), ("elements", seen)), detail)
+
+
+def rows(outcomes: Outcomes, turned: Outcomes) -> Verdict:
+    """Rows of uniform inputs compared between token counts, and between an order of rows and its reverse.
+
+    Args:
+        outcomes: every job's; uniform inputs have the same first rows for every token count.
+        turned: runs of some of the same jobs with their rows reversed.
+    """
+    wrong: dict[str, int] = {}
+    seen = 0
+    detail = ""
+
+    def compare(name: str, a: Array, b: Array, how: str) -> None:
+        nonlocal seen, detail
+        count = differing(a, b)
+        wrong[name] = wrong.get(name, 0) + count
+        seen += a.size
+        if count and not detail:
+            detail = f"{name}: {count} of {a.size} elements depend on {how}"
+
+    uniform = sorted((pair for pair in outcomes if pair[0].kind == "uniform"), key=lambda pair: pair[0].tokens)
+    for (small, ours), (large, theirs) in pairwise(uniform):
+        for name, array in ours.results.items():
+            compare(name, array, theirs.results[name][: small.tokens], f"T, {small.tokens} or {large.tokens}")
+    by_job = {job: outcome for job, outcome in outcomes}
+    for job, other in turned:
+        for name, array in by_job[job].results.items():
+            compare(name, array, np.ascontiguousarray(other.results[name][::-1]), f"the order of rows on {job}")
+    return Verdict("rows", not detail, (*wrong.items(), ("elements", seen)), detail)
 
 
 def widened(program: Program, name: str, array: Array) -> Array:
@@ -200,8 +236,7 @@ def ran(loaded: Loaded, plan: Plan, outcomes: Outcomes) -> Verdict:
             wrong.append(f"on {job} launches were {dict(sorted(have.items()))}, the plan has {dict(wanted)}")
         for launch in outcome.launches:
             kernel = next((k for k in plan.kernels if k.name == launch.kernel), None)
-            columns = kernel.columns if kernel is not None else None
-            blocks = job.tokens * (columns.blocks if columns is not None else 1)
+            blocks = 0 if kernel is None else blocks_of(kernel, job.tokens)
             if launch.blocks != blocks or launch.blocks_run not in (-1, blocks):
                 wrong.append(f"{launch.kernel} ran {launch.blocks_run} of {blocks} blocks on {job}")
             if launch.scalar != loaded.misaligned:
@@ -209,6 +244,13 @@ def ran(loaded: Loaded, plan: Plan, outcomes: Outcomes) -> Verdict:
     wrong += _other_text(loaded, plan)
     counts = (("wrong", len(wrong)), ("kernels", len(wanted)), ("launches", launches))
     return Verdict("ran", not wrong, counts, wrong[0] if wrong else "")
+
+
+def blocks_of(kernel: Kernel, tokens: int) -> int:
+    """Thread blocks of one launch."""
+    tall = kernel.columns.blocks if kernel.columns is not None else 1
+    wide = tokens if kernel.cluster == 1 else -(-tokens // kernel.tokens_per_cluster(tokens))
+    return wide * tall
 
 
 def _other_text(loaded: Loaded, plan: Plan) -> list[str]:

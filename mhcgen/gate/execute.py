@@ -10,11 +10,13 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from mhcgen.backends import host
 from mhcgen.ir import Program
 from mhcgen.passes.fuse import OPAQUE_KINDS
 from mhcgen.plan import Plan
@@ -49,6 +51,9 @@ class Machine(Protocol):
     def describe(self) -> str:
         """The device, for reports."""
 
+    def lacks(self, plan: Plan) -> str:
+        """Why this machine cannot run a plan at all; empty where it can."""
+
     def module(self, plan: Plan, source: str, *, race: bool) -> Module:
         """The text compiled in place of the plan's own."""
 
@@ -76,9 +81,7 @@ class HostArena:
         return placed
 
     def _buffer(self, shape: tuple[int, ...], dtype: np.dtype[Any], misalign: int) -> Array:
-        from mhcgen.backends.host import HostBuffer
-
-        buffer = HostBuffer(shape, dtype, misalign=misalign)
+        buffer = host.HostBuffer(shape, dtype, misalign=misalign)
         self._kept.append(buffer)
         return buffer.array
 
@@ -94,10 +97,16 @@ class HostMachine:
 
     def describe(self) -> str:
         """CPU and compiler."""
-        from mhcgen.backends.host import find_compiler
-
-        lines = find_compiler().identity.split("\n")
+        lines = host.find_compiler().identity.split("\n")
         return f"{platform.machine()}, {lines[1] if len(lines) > 1 else lines[0]}"
+
+    def lacks(self, plan: Plan) -> str:
+        """Clusters, as long as the executor declares none of their primitives."""
+        if all(kernel.cluster == 1 for kernel in plan.kernels):
+            return ""
+        headers = Path(host.__file__).parent.glob("*.h")
+        has = any("mhc_host_cluster_arrive" in path.read_text() for path in headers)
+        return "" if has else "the CPU executor runs no thread-block clusters; the cuda backend does"
 
     def module(self, plan: Plan, source: str, *, race: bool) -> Module:
         """Compiled with the C++ compiler at hand."""
@@ -145,6 +154,10 @@ class CudaMachine:
 
         name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"]
         return name.decode() if isinstance(name, bytes) else str(name)
+
+    def lacks(self, plan: Plan) -> str:
+        """Nothing that is not refused when the plan is made."""
+        return ""
 
     def module(self, plan: Plan, source: str, *, race: bool) -> Module:
         """Compiled by NVRTC where it is at hand; `race` has no meaning on a GPU."""

@@ -110,23 +110,17 @@ def _steps(plan: Plan, kind: str) -> Iterator[Step]:
 
 
 # ---- the faults -------------------------------------------------------------------------------------
-#: Where each placement's template writes element e of the matrix, and the same with its axes swapped.
-_TRANSPOSED = {
-    "store_matrix_element": (r"\[row_j \* (\d+) \+ col_k\] = ", r"[col_k * \1 + row_j] = "),
-    "store_matrix_row": (r"\[row_j \* (\d+) \+ e\] = ", r"[e * \1 + row_j] = "),
-    "store_matrix_registers": (r"(\w+)\[e\] = mix_comb\[e\];", r"\1[e] = mix_comb[(e % {n}) * {n} + e / {n}];"),
-    "store_matrix_shared": (r"(\w+)\[e\] = (\w+)\[e\];", r"\1[e] = \2[(e % {n}) * {n} + e / {n}];"),
-}
-
-
 def transpose_comb(program: Program, plan: Plan) -> Iterator[Fault]:
-    """comb stored with its axes swapped."""
-    source = plan.source
-    for step in _steps(plan, "sinkhorn"):
-        if step.name.endswith(".store"):
-            pattern, by = _TRANSPOSED[step.template]
-            source = in_step(source, step.name, pattern, by.replace("{n}", str(program.dim("n"))))
-    yield Fault(plan, source, "the store of comb")
+    """comb stored with its axes swapped: by the template that is right for logits with rows as destinations."""
+
+    def change(kernel: Kernel, step: Step) -> Step:
+        if program.stage(step.stage).kind != "sinkhorn" or not step.name.endswith(".store"):
+            return step
+        straight = step.template.removesuffix("_transposed")
+        other = straight if straight != step.template else f"{straight}_transposed"
+        return replace(_fields(step, n=program.dim("n")), template=other)
+
+    yield _planted(plan, _with_steps(plan, change), "the store of comb")
 
 
 def skip_stream(program: Program, plan: Plan) -> Iterator[Fault]:
@@ -188,33 +182,21 @@ def swap_norm_weight(program: Program, plan: Plan) -> Iterator[Fault]:
 
 
 def eps_outside_root(program: Program, plan: Plan) -> Iterator[Fault]:
-    """1 / (sqrt(mean) + eps) in place of 1 / sqrt(mean + eps)."""
-    source = plan.source
-    for step in _steps(plan, "rowsq"):
-        if step.name.endswith(".inverse"):
-            source = in_step(
-                source,
-                step.name,
-                r"mhc_inverse_sqrt\(__fadd_rn\((mhc_mean\([^()]*\)), ([^()]*)\)\)",
-                r"__fdiv_rn(1.0f, __fadd_rn(__fsqrt_rn(\1), \2))",
-            )
-    yield Fault(plan, source, "the root of rowsq")
+    """1 / (sqrt(mean) + eps) in place of 1 / sqrt(mean + eps), or the other way round."""
+
+    def change(stage: Stage) -> dict[str, AttrValue]:
+        if stage.kind != "rowsq":
+            return {}
+        return {"eps_place": "in" if stage.option("eps_place", "in") == "out" else "out"}
+
+    yield _planted(plan, run_pipeline(_with_attrs(program, change), plan.options), "the root of rowsq")
 
 
 def post_eps(program: Program, plan: Plan) -> Iterator[Fault]:
     """post takes the eps that only pre has."""
-    source = plan.source
-    for stage in program.stages_of_kind("gates"):
-        eps = float_literal(float(stage.attr("pre_eps")))
-        for step in _steps(plan, "gates"):
-            if step.stage == stage.name and step.name.endswith((".lanes", ".strided")):
-                source = in_step(
-                    source,
-                    step.name,
-                    r"(post_gate = __fmul_rn\([^,]*,\s*)(mhc_sigmoid\(__fmaf_rn\([^()]*\)\))\)",
-                    rf"\1__fadd_rn(\2, {eps}))",
-                )
-    yield Fault(plan, source, "the post gates")
+    eps = float_literal(max(float(stage.attr("pre_eps")) for stage in program.stages_of_kind("gates")))
+    by = rf"\1__fadd_rn(\2, {eps});"
+    yield Fault(plan, substituted(plan.source, r"(float post_gate = )([^;]+);", by, "post"), "the post gates")
 
 
 def max_over_padding(program: Program, plan: Plan) -> Iterator[Fault]:
@@ -234,7 +216,7 @@ def borrowed_row(program: Program, plan: Plan) -> Iterator[Fault]:
     rows = {s.name: s.operand("x") for s in program.stages_of_kind("rowsq")}
 
     def change(kernel: Kernel, step: Step) -> Step:
-        if step.stage not in rows or not step.name.endswith(".partial"):
+        if step.stage not in rows or step.template != "sumsq_partial":
             return step
         x = rows[step.stage]
         row = program.dim("n") * program.dim("H")
@@ -244,15 +226,17 @@ def borrowed_row(program: Program, plan: Plan) -> Iterator[Fault]:
             streams=f"({identifier(x)} + (token > 0 ? token - 1 : 0) * {row})",
         )
 
-    yield _planted(plan, _with_steps(plan, change), "the streams of rowsq")
+    # A cluster squares streams that its blocks hold in shared memory, and has no other row to borrow.
+    if any(step.template == "sumsq_partial" for step in _steps(plan, "rowsq")):
+        yield _planted(plan, _with_steps(plan, change), "the streams of rowsq")
 
 
 def stale_output(program: Program, plan: Plan) -> Iterator[Fault]:
     """The last row of every result, then one whole result, are not written."""
     guard = r"if \(token >= tokens\) return;"
-    yield Fault(
-        plan, substituted(plan.source, guard, "if (token >= tokens - 1) return;", "the last row"), "the last row"
-    )
+    if re.search(guard, plan.source):
+        less = substituted(plan.source, guard, "if (token >= tokens - 1) return;", "the last row")
+        yield Fault(plan, less, "the last row")
     for tensor in program.of_role("result"):
         target = f"{identifier(tensor.name)}_t"
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from mhcgen.gate.execute import Array
 from mhcgen.gate.request import SMALL_TOKENS, Request
 from mhcgen.inputs import discriminating, make_inputs
@@ -36,3 +38,11 @@ def jobs_of(program: Program, request: Request) -> list[Job]:
         if made is not None:
             found.append(Job(kind, SMALL_TOKENS, made))
     return found
+
+
+def reversed_rows(program: Program, job: Job) -> Mapping[str, Array]:
+    """The inputs of a job with the rows of every per-token input in reverse order."""
+    return {
+        name: np.ascontiguousarray(array[::-1]) if program.tensor(name).shape[:1] == ("T",) else array
+        for name, array in job.inputs.items()
+    }

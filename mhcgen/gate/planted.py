@@ -7,7 +7,7 @@ discriminates if those values fall outside the bound of the true ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from mhcgen import bounds, reference
 from mhcgen.gate.checks import Verdict, rounded
 from mhcgen.gate.execute import Array, Arrays, Outcome
 from mhcgen.gate.jobs import Job
-from mhcgen.ir import Program, Stage
+from mhcgen.ir import AttrValue, Program, Stage
 from mhcgen.passes.fuse import OPAQUE_KINDS
 
 #: Results by slot of a stage that goes wrong; None where this fault leaves the stage alone.
@@ -59,8 +59,10 @@ def faulty_results(program: Program, job: Job, values: Mapping[str, Array], wron
 
 # ---- the faults -------------------------------------------------------------------------------------
 def _comb(fault: Callable[[Array, Stage], Array]) -> Wrong:
+    """A fault of the Sinkhorn, of the logits [T, n, n]; other kinds of comb have faults of their own."""
+
     def wrong(stage: Stage, operands: Arrays) -> Mapping[str, Array] | None:
-        if stage.kind != "sinkhorn":
+        if stage.kind != "sinkhorn" or stage.attr("comb") != "sinkhorn":
             return None
         n = round(operands["logits"].shape[1] ** 0.5)
         return {"comb": fault(operands["logits"].reshape(-1, n, n), stage)}
@@ -93,28 +95,35 @@ def _without_maximum(logits: Array, stage: Stage) -> Array:
     return c
 
 
-def _rowsq(fault: Callable[[Array, Array, float], Array]) -> Wrong:
-    """A fault of the rescale: (mean square [T, 1], mixes, eps) to the scaled mixes."""
+def _rowsq(change: Callable[[Stage, Arrays], tuple[Stage, Arrays] | None]) -> Wrong:
+    """A rescale by another stage, or of other operands, than the Program's."""
 
     def wrong(stage: Stage, operands: Arrays) -> Mapping[str, Array] | None:
-        if stage.kind != "rowsq":
+        changed = change(stage, operands) if stage.kind == "rowsq" else None
+        if changed is None:
             return None
-        mean = np.mean(operands["x"] ** 2, axis=(1, 2))[:, None]
-        return {"mixes_scaled": fault(mean, operands["mixes"], stage.attr("eps"))}
+        made = reference.evaluate(*changed, {})
+        return {slot: np.asarray(array, dtype=np.float64) for slot, array in made.items()}
 
     return wrong
 
 
-def _eps_lost(mean: Array, mixes: Array, eps: float) -> Array:
-    return mixes / np.sqrt(mean)
+def _with(stage: Stage, **attrs: AttrValue) -> Stage:
+    return replace(stage, attrs=tuple(sorted({**dict(stage.attrs), **attrs}.items())))
 
 
-def _eps_outside(mean: Array, mixes: Array, eps: float) -> Array:
-    return mixes / (np.sqrt(mean) + eps)
+def _eps_lost(stage: Stage, operands: Arrays) -> tuple[Stage, Arrays]:
+    return _with(stage, eps=0.0), operands
 
 
-def _borrowed(mean: Array, mixes: Array, eps: float) -> Array:
-    return mixes / np.sqrt(np.roll(mean, 1, axis=0) + eps)
+def _eps_outside(stage: Stage, operands: Arrays) -> tuple[Stage, Arrays] | None:
+    # An eps of another place is not what D4 is about.
+    inside = stage.option("eps_place", "in") == "in"
+    return (_with(stage, eps_place="out"), operands) if inside else None
+
+
+def _borrowed(stage: Stage, operands: Arrays) -> tuple[Stage, Arrays]:
+    return stage, {**operands, "x": np.roll(operands["x"], 1, axis=0)}
 
 
 def _narrow_weights(stage: Stage, operands: Arrays) -> Mapping[str, Array] | None:
@@ -129,18 +138,15 @@ def _stream_skipped(stage: Stage, operands: Arrays) -> Mapping[str, Array] | Non
     return {"y": reference.collapse(operands["x"][:, :-1], operands["pre"][:, :-1])}
 
 
-def _largest_eps_for_rms(program: Program) -> Wrong:
+def _other_eps(program: Program) -> Wrong:
     """The rescale with another eps of the Program, the one most unlike its own."""
     others = [float(stage.attr("eps")) for stage in program.stages_of_kind("sinkhorn")]
 
-    def wrong(stage: Stage, operands: Arrays) -> Mapping[str, Array] | None:
-        if stage.kind != "rowsq":
-            return None
+    def change(stage: Stage, operands: Arrays) -> tuple[Stage, Arrays] | None:
         own = float(stage.attr("eps"))
-        other = max(others, key=lambda eps: abs(eps - own))
-        return {"mixes_scaled": reference.rowsq(operands["x"], operands["mixes"], other)}
+        return (_with(stage, eps=max(others, key=lambda eps: abs(eps - own))), operands) if others else None
 
-    return wrong
+    return _rowsq(change)
 
 
 def _several(program: Program, tokens: int) -> bool:
@@ -177,7 +183,7 @@ def planted(program: Program, job: Job) -> tuple[Planted, ...]:
     """The faults a job is there for, in this Program."""
     found = PLANTED.get(job.kind, ())
     if job.kind == "D3":
-        found = (Planted("the two eps mixed up", _largest_eps_for_rms(program)),)
+        found = (Planted("the two eps mixed up", _other_eps(program)),)
     return tuple(fault for fault in found if fault.needs(program, job.tokens))
 
 

@@ -11,15 +11,16 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from mhcgen.build import build_config
+from mhcgen.errors import EnvironmentFault
 from mhcgen.gate import barriers, checks, planted
-from mhcgen.gate.arms import BASELINE, Arm, chosen
+from mhcgen.gate.arms import ASKED, BASELINE, Arm, RefusedArm, chosen, made
 from mhcgen.gate.checks import CHECKS, Outcomes, Verdict
 from mhcgen.gate.execute import POISONS, Array, Loaded, Machine, Outcome, execute, load, machine_of
-from mhcgen.gate.jobs import Job, jobs_of
+from mhcgen.gate.jobs import Job, jobs_of, reversed_rows
 from mhcgen.gate.report import Report, Row
 from mhcgen.gate.request import Request, checked
 from mhcgen.ir import Program
-from mhcgen.passes import run_pipeline
+from mhcgen.log import Refusal
 from mhcgen.plan import Plan
 
 #: Text to compile for an arm in place of its plan's own; tests hand in tampered text, which the gate must notice.
@@ -59,6 +60,7 @@ class Ran:
     outcomes: Outcomes
     again: Outcomes
     orders: Outcomes
+    turned: Outcomes
     seconds: float
 
 
@@ -85,6 +87,7 @@ def run(request: Request, *, tamper: Tamper | None = None) -> Report:
     program = build_config(request.config)
     arms, refused = chosen(program, request.options, request.arms)
     with _session(request, program) as session:
+        arms = _runnable(session.machine, arms, refused)
         rows, runs = run_arms(session, arms, tamper)
         reds, unfit = run_red(session, rows, runs) if request.red else ((), ())
         return Report(
@@ -98,6 +101,21 @@ def run(request: Request, *, tamper: Tamper | None = None) -> Report:
             unfit=unfit,
             seconds=time.perf_counter() - started,
         )
+
+
+def _runnable(machine: Machine, arms: list[tuple[Arm, Plan]], refused: list[RefusedArm]) -> list[tuple[Arm, Plan]]:
+    """The arms this machine can run; others join the refused ones, but for the one asked for."""
+    found = []
+    for arm, plan in arms:
+        lacking = machine.lacks(plan)
+        if not lacking:
+            found.append((arm, plan))
+            continue
+        if arm.name == ASKED:
+            hints = ("leave --cluster out",)
+            raise EnvironmentFault("E-CLUSTER", lacking, where=f"--backend {machine.name}", hints=hints)
+        refused.append(RefusedArm(arm, Refusal("gate", "E-CLUSTER", arm.name, lacking, None, "use --backend cuda")))
+    return found
 
 
 @contextmanager
@@ -146,7 +164,10 @@ def run_arm(session: Session, arm: Arm, plan: Plan, source: str | None = None) -
             for job in ordered(session)
             for order in ORDERS
         ]
-    return Ran(arm, plan, loaded, outcomes, again, orders, time.perf_counter() - started)
+    turned = [
+        (job, execute(loaded, reversed_rows(session.program, job))) for job in ordered(session) if job.tokens > 1
+    ]
+    return Ran(arm, plan, loaded, outcomes, again, orders, turned, time.perf_counter() - started)
 
 
 def repeated(session: Session) -> list[Job]:
@@ -163,7 +184,7 @@ def ordered(session: Session) -> list[Job]:
 
 def _judge(session: Session, ran: Ran, baseline: Ran) -> Row:
     started = time.perf_counter()
-    verdicts = judge(session, ran, baseline, run_pipeline(session.program, ran.arm.options))
+    verdicts = judge(session, ran, baseline, made(session.program, ran.arm))
     names = [kernel.name for kernel in ran.plan.kernels]
     return Row(
         arm=ran.arm.name,
@@ -185,14 +206,16 @@ def judge(session: Session, ran: Ran, baseline: Ran, plan: Plan) -> tuple[Verdic
         baseline: the unfused arm's run.
         plan: what the arm's name stands for, planned anew.
     """
-    every = (*ran.outcomes, *ran.again, *ran.orders)
+    every = (*ran.outcomes, *ran.again, *ran.orders, *ran.turned)
     found: list[Verdict | None] = []
     if ran.arm.name == BASELINE:
         values = references(session, ran)
         found.append(checks.against_reference(session.program, ran.outcomes, values))
         found.append(planted.discriminates(session.program, list(ran.outcomes), values))
     else:
-        found.append(checks.bits(ran.outcomes, baseline.outcomes))
+        but = _counts(session.program) if ran.arm.full_loop else ()
+        found.append(checks.bits(ran.outcomes, baseline.outcomes, but=but))
+    found.append(checks.rows(ran.outcomes, ran.turned))
     found.append(checks.poison(ran.outcomes, ran.again))
     found.append(checks.ran(ran.loaded, plan, every))
     found.append(checks.inputs_unchanged(every))
@@ -206,6 +229,11 @@ def judge(session: Session, ran: Ran, baseline: Ran, plan: Plan) -> tuple[Verdic
         found.append(checks.slab_once(ran.plan, ran.outcomes))
     order = list(CHECKS)
     return tuple(sorted((v for v in found if v is not None), key=lambda v: order.index(v.check)))
+
+
+def _counts(program: Program) -> tuple[str, ...]:
+    """Iteration counts: what an early stop is meant to change."""
+    return tuple(name for s in program.stages_of_kind("sinkhorn") for slot, name in s.results if slot == "iterations")
 
 
 def references(session: Session, ran: Ran) -> list[Mapping[str, Array]]:
