@@ -16,6 +16,7 @@ import difflib
 import json
 import re
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,7 +164,7 @@ class _Npz:
     def read(self, name: str) -> npt.NDArray[Any]:
         try:
             array: npt.NDArray[Any] = self._arrays[name]
-        except (OSError, EOFError, ValueError, zipfile.BadZipFile) as fault:
+        except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as fault:
             raise _bad_file(self.path, f"{name} cannot be read: {fault}", "store plain numbers") from fault
         return array
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mhcgen.commands.checkpoint import checkpoint_of, with_projection
 from mhcgen.commands.options import (
     Asked,
     Backend,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from mhcgen.ir import Program
+    from mhcgen.weights import WeightFile
 
 
 @takes_request
@@ -78,15 +80,33 @@ def run(
         Path, typer.Option("--inputs", metavar="F.npz|safetensors", help="Inputs and parameters by name.")
     ],
     outputs: Annotated[Path, typer.Option("--outputs", metavar="F.npz", help="Where results go, by name.")],
+    weights: Annotated[
+        Path | None,
+        typer.Option("--weights", metavar="FILE", help="Parameters from a checkpoint: .safetensors, index, .npz."),
+    ] = None,
+    layer: Annotated[
+        str | None, typer.Option("--layer", metavar="N", help="Of --weights: the layer to read.")
+    ] = None,
+    site: Annotated[
+        str | None,
+        typer.Option("--site", metavar="attn|ffn|head", help="Of --weights: the site; in a boundary, the next one."),
+    ] = None,
     backend: Backend = "auto",
     force: Force = False,
 ) -> None:
-    """Run an emission on your own arrays."""
+    """Run an emission on your own arrays, with a checkpoint's parameters if you name one.
+
+    Parameters that --weights gives are not in --inputs; mixes are projected from x unless --inputs has them.
+    """
     backend_name(backend)
+    checkpoint = checkpoint_of(asked, weights, layer, site)
+    if checkpoint is not None:
+        asked = with_projection(asked, open_inputs(inputs))
     plan = asked.plan()
     _no_opaque(asked.program)
     _check_output(outputs, inputs, force)
-    arrays = read_inputs(asked.program, inputs)
+    parameters = {} if checkpoint is None else checkpoint.read(asked.program, open_inputs(inputs).names)
+    arrays = {**read_inputs(asked.program, inputs, elsewhere=tuple(parameters)), **parameters}
     module = plan.load(backend)
     on_device = module.runner.name == "cuda"
     if on_device:
@@ -136,14 +156,13 @@ def _check_output(outputs: Path, inputs: Path, force: bool) -> None:
         raise bad("the file exists", "name another file, or give --force")
 
 
-def read_inputs(program: Program, path: Path) -> dict[str, Any]:
-    """The Program's inputs and parameters from a file, in the dtypes of the file.
+def open_inputs(path: Path) -> WeightFile:
+    """The user's file, unread.
 
     Raises:
-        InputError: `I-FILE`, no such file, or not of a kind that is read; `I-MISSING`, `I-UNKNOWN`.
+        InputError: `I-FILE`, no such file, or not of a kind that is read.
     """
     import zipfile
-    import zlib
 
     from mhcgen.weights import WeightFile
 
@@ -151,8 +170,24 @@ def read_inputs(program: Program, path: Path) -> dict[str, Any]:
         raise InputError(
             "I-FILE", "the file is not an .npz archive", where=str(path), hints=("write it with numpy.savez",)
         )
-    file = WeightFile(path)
-    wanted = {tensor.name: tensor for tensor in program.of_role("input", "parameter")}
+    return WeightFile(path)
+
+
+def read_inputs(program: Program, path: Path, elsewhere: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The Program's inputs and parameters from a file, in the dtypes of the file.
+
+    Args:
+        program: whose.
+        path: of the file.
+        elsewhere: names that are given otherwise.
+
+    Raises:
+        InputError: `I-FILE`, no such file, or not of a kind that is read; `I-MISSING`, `I-UNKNOWN`.
+    """
+    import zlib
+
+    file = open_inputs(path)
+    wanted = {t.name: t for t in program.of_role("input", "parameter") if t.name not in elsewhere}
     for name in wanted:
         if name not in file:
             raise InputError(
