@@ -33,7 +33,10 @@ def copy_rate() -> float:
     """Bytes a microsecond of a large device copy, read and write counted."""
     source = cupy.zeros(1 << 28, cupy.float32)
     target = cupy.empty_like(source)
-    time = graph_time(lambda i: target.data.copy_from_device_async(source.data, source.nbytes, cupy.cuda.get_current_stream()), count=4)
+    time = graph_time(
+        lambda i: target.data.copy_from_device_async(source.data, source.nbytes, cupy.cuda.get_current_stream()),
+        count=4,
+    )
     return 2 * source.nbytes / time.median
 
 

@@ -129,6 +129,13 @@ def check_config(config: Config, spec: Model) -> Config:
             hints=("build with norm=True, or use --fuse pre-norm-quant",),
         )
     Arithmetic(config.functions, config.sumsq, config.projection)
+    if config.scope == "trunk" and config.projection == "external":
+        raise UsageError(
+            "U-PROJECTION",
+            "the sites of a trunk project streams that the trunk itself makes, so their mixes cannot be given",
+            where="--projection",
+            hints=("use --projection fma",),
+        )
     return replace(
         config,
         rms_eps=float(config.rms_eps),
@@ -219,11 +226,7 @@ def _member(field: str, value: object, allowed: tuple[str, ...]) -> None:
 
 
 def build_config(config: Config) -> Program:
-    """The unfused Program of a checked Config.
-
-    Raises:
-        UsageError: `U-PROJECTION`, mixes of a trunk cannot be given.
-    """
+    """The unfused Program of a checked Config."""
     if config.scope == "trunk":
         from mhcgen.trunk import build_trunk
 

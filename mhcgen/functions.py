@@ -23,6 +23,8 @@ CTYPES = {
     "int32": "int",
 }
 ITEMSIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8_e4m3": 1, "int32": 4}
+#: Rounding of a float on its way into memory, nearest even.
+NARROW = {"fp32": "", "bf16": "__float2bfloat16_rn", "fp16": "__float2half_rn"}
 INCLUDES = {"bf16": "cuda_bf16.h", "fp16": "cuda_fp16.h"}
 
 
@@ -54,9 +56,11 @@ _COMMON_BEFORE = (
     ("mhc_pairs", "pairs"),
     ("mhc_warp_sum", "warp_sum"),
     ("mhc_mean", "mean"),
+    ("mhc_copy_floats", "copy_floats"),
     ("mhc_reciprocal", "reciprocal"),
     ("mhc_bounded_quotient", "bounded_quotient"),
     ("mhc_cluster_arrive", "cluster_barrier"),
+    ("mhc_cluster_arrive_relaxed", "cluster_barrier"),
     ("mhc_cluster_wait", "cluster_barrier"),
     ("mhc_cluster_sync", "cluster_barrier"),
 )
@@ -124,6 +128,9 @@ def functions(program: Program, chunk: int, scalar: bool) -> tuple[Function, ...
     found += _comb_functions(program)
     for dtype in ("fp32", "bf16", "fp16", "int8", "fp8_e4m3"):
         found += _memory_functions(dtype, chunk, scalar)
+    for dtype, narrow in NARROW.items():
+        fields = {"dtype": dtype, "ctype": CTYPES[dtype], "narrow": narrow}
+        found += [Function(f"mhc_{name}_last_{dtype}", f"io/{name}_last.cu.j2", fields) for name in ("load", "store")]
     return tuple(found)
 
 
@@ -182,7 +189,7 @@ def _memory_functions(dtype: str, chunk: int, scalar: bool) -> list[Function]:
 
 def _scalar_functions(dtype: str) -> list[Function]:
     widen = {"bf16": "__bfloat162float", "fp16": "__half2float"}.get(dtype, "")
-    narrow = {"bf16": "__float2bfloat16_rn", "fp16": "__float2half_rn"}.get(dtype, "")
+    narrow = NARROW.get(dtype, "")
     ctype = CTYPES[dtype]
     source = ctype if dtype in ("int8", "fp8_e4m3") else "float"
     stores = Function(

@@ -281,7 +281,7 @@ def _split_cluster_syncs(kernel: Kernel) -> tuple[Node, ...]:
     for at, node in enumerate(body):
         if not isinstance(node, Sync) or node.scope != "cluster":
             continue
-        later = [s for n in body[at:] for s in walk((n,)) if isinstance(s, Step) and s.team != "data"]
+        later = [s for n in body[at:] for s in walk((n,)) if isinstance(s, Step) and s.team in ("mix", "all")]
         if not any(a.buffer.startswith("s_") and not a.own for step in later for a in step.accesses):
             body[at] = replace(node, team="again" if waiting else "split")
             waiting = True
@@ -317,6 +317,9 @@ def _guarded(kernel: Kernel, role: str, nodes: list[Node]) -> list[EmitItem]:
     texts = [_item(kernel, node, bare=plain) for node in nodes]
     if plain or (role == "mix" and kernel.warps == 1):
         return texts
+    if role == "gate":
+        suffix = "_leader" if kernel.cluster > 1 else ""
+        return [EmitItem(f"guards/gate{suffix}.cu.j2", {"warp": 0}, tuple(texts))]
     if role == "data" and kernel.data_warps == kernel.warps:
         return texts
     if role == "mix" and kernel.cluster > 1:
@@ -332,7 +335,10 @@ def _item(kernel: Kernel, node: Node, bare: bool) -> EmitItem:
         if node.scope == "data":
             return EmitItem("guards/sync_data.cu.j2", {"threads": 32 * kernel.data_warps, "because": because})
         if node.team in ("split", "again"):
-            fields = {"warp": kernel.mix_warp, "because": because}
+            # The warp of the mixes publishes something only if a hazard starts with a step of its own.
+            mine = {step.name for step in kernel.steps() if step.team == "mix"}
+            relaxed = "" if any(h.first in mine for h in node.because) else "_relaxed"
+            fields = {"warp": kernel.mix_warp, "because": because, "arrive": f"mhc_cluster_arrive{relaxed}"}
             return EmitItem(f"guards/sync_cluster_{node.team}.cu.j2", fields)
         return EmitItem(f"guards/sync_{node.scope}.cu.j2", {"because": because})
     if isinstance(node, Loop):

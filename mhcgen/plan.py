@@ -62,7 +62,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Team:
-    """Consecutive warps that run a step together. `role` is `data` or `mix`."""
+    """Consecutive warps that run a step together. `role` is `data`, `mix`, or `gate` (the first data warp alone)."""
 
     role: str
     first_warp: int
@@ -270,6 +270,8 @@ class Kernel:
         """The warps behind a role."""
         if role == "mix":
             return Team("mix", self.mix_warp, 1)
+        if role == "gate":
+            return Team("gate", 0, 1)
         if role == "data":
             return Team("data", 0, self.data_warps)
         return Team("all", 0, self.warps)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from mhcgen.build import Config, origin
 from mhcgen.chain import Builder, between, branch, head_chain, post, pre_chain, tail_results
-from mhcgen.errors import UsageError
 from mhcgen.ir import Program
 
 #: The two sites of a layer, in the order they run.
@@ -29,17 +28,7 @@ def site_names(layers: int) -> tuple[str, ...]:
 def build_trunk(config: Config) -> Program:
     """The unfused Program of a trunk of `config.layers` layers; results are `y` and what quant, taps and
     iteration counts add.
-
-    Raises:
-        UsageError: `U-PROJECTION`, mixes of a trunk cannot be given.
     """
-    if config.projection == "external":
-        raise UsageError(
-            "U-PROJECTION",
-            "the sites of a trunk project streams that the trunk itself makes, so their mixes cannot be given",
-            where="--projection",
-            hints=("use --projection fma",),
-        )
     b = Builder(config)
     b.add("expand", "expand", {"e": "e"}, {"x": "x"})
     x = "x"

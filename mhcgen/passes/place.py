@@ -23,7 +23,7 @@ from mhcgen.ir import Program, Stage
 from mhcgen.log import Decision, LogEntry
 from mhcgen.passes.refuse import refuse
 from mhcgen.plan import MIX_WARPS, PLACEMENTS, SLABS, SYNCS, Columns, Kernel, Options, Place, Plan
-from mhcgen.stages import COMB_STAGES, KINDS
+from mhcgen.stages import COMB_STAGES, KINDS, STREAM_LAST
 from mhcgen.steps import expand_kernel
 
 MAX_WARPS = 32
@@ -34,6 +34,8 @@ WORKING_REGISTERS = 44
 #: Floats of one chunk a streaming thread holds at once (n streams of `chunk` columns).
 CHUNK_FLOATS = 64
 DEFAULT_WARPS = 8
+#: Small blocks where a token's columns may be shared: at one token, more SMs load at once.
+POINTWISE_WARPS = 2
 #: Longest run of y or z a thread keeps in registers between collapse, norm and quant.
 KEPT_COLUMNS = 16
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8_e4m3": 1, "int32": 4}
@@ -151,7 +153,7 @@ def _least_run(stages: tuple[Stage, ...], chunk: int) -> int:
 def _pointwise(plan: Plan, kernel: Kernel, chunk: int, log: list[LogEntry]) -> Kernel:
     hidden = plan.program.dim("H")
     run = _least_run(plan.kernel_stages(kernel), chunk)
-    wanted = (plan.options.threads or 32 * DEFAULT_WARPS) // 32
+    wanted = (plan.options.threads or 32 * POINTWISE_WARPS) // 32
     warps = min(wanted, -(-hidden // (32 * run))) if plan.options.threads is None else wanted
     blocks = -(-hidden // (warps * 32 * run))
     log.append(
@@ -190,13 +192,15 @@ def _cluster_geometry(plan: Plan, kernel: Kernel, kinds: set[str], chunk: int, l
     Only a projection is worth it: its fn is n(2+n) times as large as the streams, so several SMs must read it.
     """
     options, program = plan.options, plan.program
-    most = 1 if options.cluster is None else options.cluster
+    most = 1 if options.cluster is None else options.cluster  # TEMP until the executor runs clusters
     wanted = options.cluster is not None and options.cluster > 1
     reason = ""
     if most == 1 or "project" not in kinds or not kinds <= CLUSTER_KINDS:
         reason = "only a kernel with a projection uses a cluster"
     elif not {"rowsq", "gates"} <= kinds:
         reason = "the leader of a token needs rowsq and gates in the kernel"
+    elif any(t.shape == STREAM_LAST for t in program.tensors):
+        reason = "the streams lie side by side, and a cluster reads them stream by stream"
     elif not parse_arch(options.arch).facts.has_cluster:
         reason = f"{options.arch} has no clusters"
     elif options.slab == "registers" or options.sync == "block":

@@ -28,6 +28,8 @@ EXPANDERS: dict[str, Expand] = {
     "quant": column.quant,
     "post": column.post,
     "mean": column.mean,
+    "sum": column.total,
+    "first": column.total,
 }
 
 

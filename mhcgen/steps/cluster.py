@@ -128,7 +128,7 @@ def project(context: ClusterContext, stage: Stage) -> None:
         ranks=ranks,
         rows_per_pass=kernel.rows_per_warp * kernel.data_warps,
         cluster=kernel.cluster,
-        tokens_at_once=1,
+        tokens_at_once=2 if kernel.rows_per_warp * c.run <= 16 else 1,
         levels=levels(c.chunks),
         **rows_fields,
         **source,
@@ -189,25 +189,57 @@ def rowsq(context: ClusterContext, stage: Stage) -> None:
 
 
 def gates(context: ClusterContext, stage: Stage) -> None:
-    """The leader's gates, and its pre gates to every block where the collapse is in this kernel."""
+    """The leader's gates. Where the collapse is in this kernel, a data warp of the leader makes the pre gates
+    for every block, so that neither they nor the Sinkhorn wait for the other."""
     context.flush()
-    mix.gates(context, stage)
     pre = stage.result("pre")
     if context.place(pre).space != "shared":
+        mix.gates(context, stage)
         return
     kernel = context.kernel
+    rowsq_stage = context.program.stage(context.program.writers[stage.operand("mixes_scaled")])
+    project_stage = context.program.stage(context.program.writers[rowsq_stage.operand("mixes")])
+    mixes_ranks = f"s_{identifier(project_stage.result('mixes'))}_ranks"
+    squares_ranks = f"s_{identifier(rowsq_stage.name)}_ranks"
     ranks = context.share(f"{context.shared(pre)}_ranks", "float", kernel.tokens * context.n)
+    parameters = context.declare("pre_parameters")
     context.step(
         stage,
-        "send",
-        "cluster_gates_send",
-        "mix",
-        (Access(context.shared(pre), False), Access(ranks, True, remote=True)),
-        ranks=ranks,
-        source=context.shared(pre),
-        cluster=kernel.cluster,
+        "pre_parameters",
+        "cluster_pre_parameters",
+        "gate",
+        (),
+        (parameters,),
+        early=True,
+        scale=context.row(stage.operand("scale")),
+        base=context.row(stage.operand("base")),
         n=context.n,
     )
+    step = context.step(
+        stage,
+        "pre",
+        "cluster_pre_gates",
+        "gate",
+        (Access(mixes_ranks, False), Access(squares_ranks, False), Access(ranks, True, remote=True)),
+        (parameters,),
+        mixes_ranks=mixes_ranks,
+        squares_ranks=squares_ranks,
+        acc={"fp32": "float", "fp64": "double"}[rowsq_stage.attr("acc")],
+        ranks=ranks,
+        cluster=kernel.cluster,
+        n=context.n,
+        count_of=context.n * context.hidden,
+        rms_eps=rowsq_stage.attr("eps"),
+        apply=mix.apply_function(rowsq_stage),
+        pre_act=stage.option("pre_act", "sigmoid"),
+        pre_eps=stage.attr("pre_eps"),
+        **mix.root_fields(rowsq_stage),
+    )
+    # Before the leader's own totals in program order: they take the same sums.
+    context.body.remove(step)
+    first_total = next(i for i, node in enumerate(context.body) if getattr(node, "team", "") == "mix")
+    context.body.insert(first_total, step)
+    mix.gates(context, stage, without_pre=True)
 
 
 def _column_sinks(

@@ -10,6 +10,10 @@ from mhcgen.refusal import refuse
 from mhcgen.steps.context import Context, identifier
 
 
+#: Gates and matrix elements a thread may hold beside its columns.
+HELD_GATES = 24
+
+
 def levels(chunks: int) -> int:
     """Levels of the binary tree over the chunks of a run."""
     return (chunks - 1).bit_length()
@@ -40,7 +44,8 @@ def _stream_sinks(context: Context, tensor: str) -> tuple[str, ...]:
     in_thread = context.place(tensor).space == "thread"
     sinks = ("columns/stream_to_registers.cu.j2",) * in_thread
     if not in_thread or context.plan.escapes(context.kernel, tensor):
-        sinks += ("columns/stream_to_global.cu.j2",)
+        last = context.last(tensor)
+        sinks += (f"columns/stream{last}_to_global{last and f'_{context.dtype(tensor)}'}.cu.j2",)
     return sinks
 
 
@@ -187,10 +192,13 @@ def post(context: Context, stage: Stage) -> None:
     gates, comb, target = stage.operand("post"), stage.operand("comb"), stage.result("x_next")
     source, reads, declares = context.streams(stage.operand("x"))
     branch, more_reads, more_declares = context.column_source(stage.operand("f"))
+    # Few enough gates stay in registers, loaded side by side; more are read where they are used.
+    held = context.n * (context.n + 1) <= HELD_GATES
+    gates_fields = {"load_gates": "mhc_load_fp32" if context.n == 4 else "mhc_copy_floats"} if held else {}
     context.step(
         stage,
         "columns",
-        "post",
+        "post_held" if held else "post",
         "data",
         (
             *context.gate_accesses(gates),
@@ -202,6 +210,7 @@ def post(context: Context, stage: Stage) -> None:
         declares + more_declares + _stream_declares(context, target),
         post=context.gate_source(gates),
         comb=context.gate_source(comb),
+        **gates_fields,
         n=context.n,
         sinks=_stream_sinks(context, target),
         out=context.row(target),
@@ -227,6 +236,24 @@ def mean(context: Context, stage: Stage) -> None:
         declares + more,
         n=context.n,
         count=float(context.n),
+        **source,
+        **sinks,
+        **context.column_fields(),
+    )
+
+
+def total(context: Context, stage: Stage) -> None:
+    """y[t,h] = sum_c x[t,c,h], streams added in order; or stream 0 alone (stage kind `first`)."""
+    source, reads, declares = context.streams(stage.operand("x"))
+    sinks, writes, more = context.column_sinks(stage.result("y"))
+    context.step(
+        stage,
+        "columns",
+        stage.kind,
+        "data",
+        (*reads, *writes),
+        declares + more,
+        n=context.n,
         **source,
         **sinks,
         **context.column_fields(),

@@ -6,6 +6,7 @@ from typing import Any
 
 from mhcgen.ir import Stage
 from mhcgen.plan import Access, Buffer, Columns, Declare, Kernel, Node, Place, Plan, Step
+from mhcgen.stages import STREAM_LAST
 
 LANE_LAYOUTS = ("element", "row", "registers")
 
@@ -151,11 +152,15 @@ class Context:
             }
             return fields, (), (self.declare_streams(tensor),)
         fields = {
-            "streams_from": f"columns/streams_from_global_{self.dtype(tensor)}.cu.j2",
+            "streams_from": f"columns/streams{self.last(tensor)}_from_global_{self.dtype(tensor)}.cu.j2",
             "streams": self.row(tensor),
         }
         made_here = self.plan.made_in(self.kernel, tensor)
         return fields, (Access(f"global:{tensor}", False, own=True),) * made_here, ()
+
+    def last(self, tensor: str) -> str:
+        """Part of the names of templates and functions for streams stored side by side; empty elsewhere."""
+        return "_last" if self.program.tensor(tensor).shape == STREAM_LAST else ""
 
     def declare_streams(self, tensor: str) -> Declare:
         """Registers that hold a thread's run of all streams."""
@@ -171,14 +176,14 @@ class Context:
                 self.step(
                     reader,
                     f"load_{identifier(tensor)}",
-                    "load_streams",
+                    f"load_streams{self.last(tensor)}",
                     "data",
                     early=True,
                     declares=(self.declare_streams(tensor),),
                     target=self.registers(tensor),
                     source=self.row(tensor),
                     n=self.n,
-                    load=f"mhc_load_{self.dtype(tensor)}",
+                    load=f"mhc_load{self.last(tensor)}_{self.dtype(tensor)}",
                     **self.column_fields(),
                 )
 

@@ -79,6 +79,11 @@ def _divides(stage: Stage) -> bool:
     return bool(stage.option("form", "rsqrt") == "divide")
 
 
+def apply_function(stage: Stage) -> str:
+    """Function that rescales a mix by the register of `rms_declare`."""
+    return "mhc_quotient" if _divides(stage) else "__fmul_rn"
+
+
 def rms_declare(context: Context, stage: Stage) -> Declare:
     """The register that holds the root mean square or its inverse."""
     return context.declare(_rms(stage))
@@ -98,7 +103,7 @@ def root_fields(stage: Stage) -> dict[str, Any]:
 def rescale(context: Context, stage: Stage) -> None:
     """Multiply the mixes by the inverse RMS, or divide by the RMS, in the lanes that will use them or in memory."""
     mixes, scaled = stage.operand("mixes"), stage.result("mixes_scaled")
-    common: dict[str, Any] = {"apply": "mhc_quotient" if _divides(stage) else "__fmul_rn", "rms": _rms(stage)}
+    common: dict[str, Any] = {"apply": apply_function(stage), "rms": _rms(stage)}
     if context.place(scaled).space == "lane":
         _fetch_mixes(context, stage, mixes)
         context.step(
@@ -145,20 +150,23 @@ def _fetch_mixes(context: Context, stage: Stage, tensor: str) -> None:
     )
 
 
-def gates(context: Context, stage: Stage) -> None:
-    """pre, post and the logits of the mixing matrix from the rescaled mixes."""
+def gates(context: Context, stage: Stage, without_pre: bool = False) -> None:
+    """pre, post and the logits of the mixing matrix from the rescaled mixes.
+
+    `without_pre`: another warp makes the pre gates that this kernel reads; only the results are stored here.
+    """
     scaled = stage.operand("mixes_scaled")
     pre, post, logits = stage.result("pre"), stage.result("post"), dict(stage.results).get("logits", "")
     scaled_form = "_scaled" if stage.option("form", "affine") == "scaled" else ""
     scale, base = context.row(stage.operand("scale")), context.row(stage.operand("base"))
-    writes = (*context.small_accesses(pre), *context.small_accesses(post))
+    writes = (*(() if without_pre else context.small_accesses(pre)), *context.small_accesses(post))
     common: dict[str, Any] = {
         "n": context.n,
         "pre_eps": stage.attr("pre_eps"),
         "post_mult": stage.attr("post_mult"),
         "pre_act": stage.option("pre_act", "sigmoid"),
         "post_act": stage.option("post_act", "sigmoid"),
-        "pre_targets": context.small_targets(pre),
+        "pre_targets": tuple(t for t in context.small_targets(pre) if not (without_pre and t == context.shared(pre))),
         "post_targets": context.small_targets(post),
     }
     if context.layout in LANE_LAYOUTS:
