@@ -1,9 +1,13 @@
 """How many clusters of each size are resident at once, by threads and registers: decides tokens per cluster."""
 
 import ctypes
+
 import cupy
 
-src = r"""extern "C" __global__ void __launch_bounds__(THREADS, 1) k(float* o) { extern __shared__ float s[]; o[threadIdx.x] = s[threadIdx.x]; }"""
+src = r"""extern "C" __global__ void __launch_bounds__(THREADS, 1) k(float* o) {
+  extern __shared__ float s[];
+  o[threadIdx.x] = s[threadIdx.x];
+}"""
 cuda = ctypes.CDLL("libcuda.so.1")
 
 

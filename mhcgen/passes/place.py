@@ -256,7 +256,7 @@ def _cluster_geometry(plan: Plan, kernel: Kernel, kinds: set[str], chunk: int, l
 def _cluster_warps(n: int, run: int, chunk: int, rows: int, threads: int | None) -> tuple[int, int] | None:
     """(data warps, rows of fn a warp holds) whose registers fit: fewest passes over fn, then most warps.
 
-    One warp more than the rows need takes the squares; the collapse wants a warp a token, so there are a few at least.
+    One warp more than the rows need takes the squares; the collapse wants a warp a token, so there are a few.
     """
     fitting: list[tuple[int, int, int]] = []
     for rows_per_warp in (2, 1):

@@ -6,9 +6,7 @@ from typing import Any
 
 from mhcgen.ir import Stage
 from mhcgen.plan import Access, Declare
-from mhcgen.refusal import refuse
 from mhcgen.steps.context import Context, identifier
-
 
 #: Gates and matrix elements a thread may hold beside its columns.
 HELD_GATES = 24
