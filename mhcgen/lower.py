@@ -275,7 +275,7 @@ def _expected(kernel: Kernel) -> dict[str, int]:
 
 
 def _split_cluster_syncs(kernel: Kernel) -> tuple[Node, ...]:
-    """Mark cluster barriers at which the warp of the mixes need not wait: no later step of it reads what others wrote."""
+    """Mark cluster barriers at which the warp of the mixes need not wait: it reads nothing written by others."""
     body = list(kernel.body)
     waiting = False
     for at, node in enumerate(body):

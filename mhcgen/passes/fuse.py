@@ -5,7 +5,8 @@ rowsq   gates   sinkhorn   collapse        --fuse rowsq+gates+sinkhorn,collapse
   k0      k1       k2         k3      ->   k0: rowsq gates sinkhorn      k1: collapse
 ```
 A group is legal if no path between two of its stages leaves it (convexity), it holds no opaque stage, and the
-kernels it leaves can be ordered. Refusal codes: F-ESCAPE, F-OPAQUE, F-UNKNOWN, F-OVERLAP, F-PRESET.
+kernels it leaves can be ordered. Streams that a tap reads are not kept inside. Refusal codes: F-ESCAPE, F-OPAQUE,
+F-TAP, F-UNKNOWN, F-OVERLAP, F-PRESET.
 
 Deliberately not done here: cost. A legal group is formed because it was asked for.
 """
@@ -21,6 +22,7 @@ from mhcgen.ir import Program
 from mhcgen.log import Decision, Witness
 from mhcgen.passes.refuse import refuse
 from mhcgen.plan import Kernel, Plan
+from mhcgen.stages import COMB_STAGES
 
 #: The chain every `pre` preset holds; a projection in the Program joins it.
 PRE_CHAIN = ("rowsq", "gates", "sinkhorn", "collapse")
@@ -42,7 +44,7 @@ def fuse(plan: Plan) -> Plan:
     """Plan -> Plan with kernels.
 
     Raises:
-        RefusedError: F-ESCAPE, F-OPAQUE, F-UNKNOWN, F-OVERLAP or F-PRESET, with the witness path.
+        RefusedError: F-ESCAPE, F-OPAQUE, F-TAP, F-UNKNOWN, F-OVERLAP or F-PRESET, with the witness path.
     """
     if "fuse" in plan.done:
         return plan
@@ -113,17 +115,21 @@ def requested_groups(program: Program, wish: str) -> list[tuple[str, ...]]:
     return [tuple(sorted(group, key=order.__getitem__)) for group in groups]
 
 
-#: Stages of a chain; a gated head has gates of its own kind and no sinkhorn.
-_CHAIN = ("project", "rowsq", "gates", "head_gates", "sinkhorn", "collapse")
+#: Stages of a chain; a gated head has gates of its own kind and no mixing matrix.
+_CHAIN = ("project", "rowsq", "gates", "head_gates", *COMB_STAGES, "collapse", "first")
 _TAIL = ("norm", "quant")
+#: Ends of a trunk without gates of their own.
+_EXITS = ("mean", "sum")
+#: kind -> the kind that a preset may ask for in its place.
+_STANDS_FOR = {"comb": "sinkhorn", "first": "collapse"}
 #: preset -> kinds of a site's group, and kinds without which the preset means nothing.
 _PRESET_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "seed": (("gates", "sinkhorn"), ("gates", "sinkhorn")),
+    "seed": (("gates", *COMB_STAGES), ("gates", "sinkhorn")),
     "pre": (_CHAIN, PRE_CHAIN),
     "pre-norm": ((*_CHAIN, "norm"), (*PRE_CHAIN, "norm")),
     "pre-norm-quant": ((*_CHAIN, *_TAIL), (*PRE_CHAIN, *_TAIL)),
-    "boundary": (("post", *_CHAIN, *_TAIL, "mean"), ("post", *PRE_CHAIN)),
-    "delayed": (("post", "collapse", *_TAIL), ("post", "collapse")),
+    "boundary": (("post", *_CHAIN, *_TAIL, *_EXITS), ("post", *PRE_CHAIN)),
+    "delayed": (("post", "collapse", "first", *_TAIL), ("post", "collapse")),
     "site": ((*_CHAIN, *_TAIL, "post"), (*PRE_CHAIN, "post")),
 }
 #: Presets that put the post of a site into the group of the site after it.
@@ -141,6 +147,7 @@ def _preset_groups(program: Program, preset: str) -> list[tuple[str, ...]]:
         return []
     wanted, required = _PRESET_KINDS[preset]
     kinds = {stage.kind for stage in program.stages}
+    kinds |= {_STANDS_FOR[kind] for kind in kinds if kind in _STANDS_FOR}
     if "head_gates" in kinds and "gates" not in kinds:
         required = tuple(kind for kind in required if kind not in ("gates", "sinkhorn"))
     for kind in required:
@@ -157,7 +164,8 @@ def _preset_groups(program: Program, preset: str) -> list[tuple[str, ...]]:
         if stage.kind in wanted:
             site = site_of(stage.name)
             if site and stage.kind == "post" and preset in _CROSSING:
-                after = (site_of(s.name) for s in program.stages[index:] if s.kind in ("rowsq", "mean"))
+                begins = ("rowsq", "collapse", *_EXITS)
+                after = (site_of(s.name) for s in program.stages[index:] if s.kind in begins)
                 site = next(after, site)
             groups[site] = (*groups.get(site, ()), stage.name)
     return list(groups.values())
@@ -175,6 +183,7 @@ def check_group(program: Program, group: tuple[str, ...]) -> None:
                 "fuse the stages on one side of it",
                 Witness((name,), "opaque"),
             )
+    _check_taps(program, group)
     path = escaping_path(program, group)
     if path is not None:
         ends = f"{path[0]} and {path[-1]}"
@@ -190,6 +199,29 @@ def check_group(program: Program, group: tuple[str, ...]) -> None:
             _escape_hint(program, group, inner, bool(opaque)),
             Witness(tuple(path)),
         )
+
+
+def _check_taps(program: Program, group: tuple[str, ...]) -> None:
+    """Streams that a tap reads must be whole, in memory, before any later stage goes on with them.
+
+    A tap has no path back into the group, so convexity alone would let the group swallow the place it looks at.
+    """
+    members = set(group)
+    for tap in program.stages_of_kind("tap"):
+        for tensor in tap.reads:
+            writer = program.writers.get(tensor)
+            after = [name for name in program.readers[tensor] if name in members]
+            if writer in members and after:
+                before = [name for name in group if nx.has_path(program.graph, name, writer)]
+                rest = [name for name in group if name not in before]
+                raise refuse(
+                    "fuse",
+                    "F-TAP",
+                    f"group {'+'.join(group)}",
+                    f"{tap.name} reads {tensor} between {writer} and {after[0]}, so it must exist before they go on",
+                    f"fuse the two sides of {tap.name} apart: --fuse {'+'.join(before)},{'+'.join(rest)}",
+                    Witness((str(writer), tap.name), "tap"),
+                )
 
 
 def escaping_path(program: Program, group: tuple[str, ...]) -> list[str] | None:

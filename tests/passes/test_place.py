@@ -11,7 +11,8 @@ from factories import chain, program, stage
 import mhcgen
 from mhcgen.errors import RefusedError, UsageError
 from mhcgen.ir import Program
-from mhcgen.passes.place import place, power_of_two, register_limit, registers_per_thread
+from mhcgen.passes.geometry import registers_per_thread
+from mhcgen.passes.place import place, power_of_two, register_limit
 from mhcgen.plan import Kernel, Plan
 
 

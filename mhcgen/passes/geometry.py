@@ -1,0 +1,337 @@
+"""geometry: threads, warps and the column map of a kernel, the first half of place.
+
+Four forms, tried in this order: pointwise (blocks share a token), cluster (blocks share a token's columns through
+each other's memory), slab (the streams stay in registers), streaming (each stage reads them again). Refusal codes: P-SLAB,
+P-CLUSTER, L-THREADS.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mhcgen.backends.archs import parse_arch
+from mhcgen.ir import Program, Stage
+from mhcgen.log import Decision, LogEntry
+from mhcgen.passes.refuse import refuse
+from mhcgen.plan import Columns, Kernel, Options, Place, Plan
+from mhcgen.stages import COMB_STAGES, KINDS, STREAM_LAST
+
+MAX_WARPS = 32
+REGISTERS_PER_SM = 65536
+MAX_REGISTERS = 255
+#: Registers a data thread needs beside the slab it holds: addresses, accumulators, temporaries.
+WORKING_REGISTERS = 44
+#: Floats of one chunk a streaming thread holds at once (n streams of `chunk` columns).
+CHUNK_FLOATS = 64
+DEFAULT_WARPS = 8
+#: Small blocks where a token's columns may be shared: at one token, more SMs load at once.
+POINTWISE_WARPS = 2
+#: Longest run of y or z a thread keeps in registers between collapse, norm and quant.
+KEPT_COLUMNS = 16
+ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8_e4m3": 1, "int32": 4}
+
+#: Kinds that need every column of a token in one block.
+REDUCING = ("project", "rowsq", "norm")
+#: Kinds whose totals or small vectors are worked on by one warp.
+MIXING = ("project", "rowsq", "gates", "head_gates", *COMB_STAGES)
+
+
+def geometry(plan: Plan, kernel: Kernel, stages: tuple[Stage, ...], log: list[LogEntry]) -> Kernel:
+    """Threads, warps and the column map."""
+    kinds = {stage.kind for stage in stages}
+    mixes = any(kind in MIXING for kind in kinds)
+    if not any(KINDS[kind].work == "column" for kind in kinds):
+        log.append(
+            Decision("place", kernel.name, "one warp a token", "it holds no column work; a warp covers the mixes")
+        )
+        return replace(kernel, data_warps=0, mix_warp=0, warps=1)
+    chunk = _chunk(plan.program)
+    if not mixes and not any(kind in REDUCING for kind in kinds):
+        return _pointwise(plan, kernel, chunk, log)
+    clustered = _cluster_geometry(plan, kernel, kinds, chunk, log)
+    if clustered is not None:
+        return clustered
+    slab = _slab_geometry(plan, kernel, stages, chunk, log)
+    if slab is not None:
+        return slab
+    return _streaming(plan, kernel, mixes, chunk, log)
+
+
+def _chunk(program: Program) -> int:
+    """Columns handled at once: the largest power of two up to 8 that divides H and fits registers."""
+    n, hidden = program.dim("n"), program.dim("H")
+    chunk = 8
+    while hidden % chunk or (n * chunk > CHUNK_FLOATS and chunk > 1):
+        chunk //= 2
+    return chunk
+
+
+def _columns(plan: Plan, run: int, chunk: int, blocks: int = 1) -> Columns:
+    streams = [t.dtype for t in plan.program.tensors if "H" in t.shape]
+    itemsize = max(ITEMSIZE[dtype] for dtype in streams)
+    vector = 1 if plan.options.scalar else min(chunk, 16 // itemsize)
+    return Columns(run, chunk, vector, blocks)
+
+
+def _run(hidden: int, threads: int, least: int) -> int:
+    """Smallest power-of-two run, at least `least`, with which the threads cover H."""
+    run = least
+    while threads * run < hidden:
+        run *= 2
+    return run
+
+
+def _least_run(stages: tuple[Stage, ...], chunk: int) -> int:
+    """Fewest columns of a thread: a chunk, and so many that a warp holds a whole quantisation group."""
+    return max([chunk, *(int(stage.attr("group")) // 32 for stage in stages if stage.kind == "quant")])
+
+
+def _pointwise(plan: Plan, kernel: Kernel, chunk: int, log: list[LogEntry]) -> Kernel:
+    hidden = plan.program.dim("H")
+    run = _least_run(plan.kernel_stages(kernel), chunk)
+    wanted = (plan.options.threads or 32 * POINTWISE_WARPS) // 32
+    warps = min(wanted, -(-hidden // (32 * run))) if plan.options.threads is None else wanted
+    blocks = -(-hidden // (warps * 32 * run))
+    log.append(
+        Decision(
+            "place",
+            kernel.name,
+            f"{warps * 32} threads, {blocks} blocks a token, {run} columns a thread",
+            "no stage reduces over columns, so blocks may share a token",
+        )
+    )
+    return replace(
+        kernel,
+        data_warps=warps,
+        mix_warp=-1,
+        warps=warps,
+        columns=_columns(plan, run, chunk, blocks),
+        grid="token_columns",
+    )
+
+
+#: Kinds whose steps exist for clusters (mhcgen.steps.cluster and the lanes of the leader).
+CLUSTER_KINDS = frozenset(("post", "project", "rowsq", "gates", "sinkhorn", "collapse", "norm", "quant"))
+#: Most blocks of a cluster; above 8 the launch asks for the non-portable size.
+MAX_CLUSTER = 16
+#: Most tokens a cluster works on at once: one a warp, and their slices fit static shared memory.
+MAX_CLUSTER_TOKENS = 16
+#: Shared memory of a block for its slice of the streams and the sums that other blocks send.
+STAGED_BYTES = 44 * 1024
+#: Registers of a thread beside the rows of fn and the streams it holds.
+CLUSTER_REGISTERS = 28
+
+
+def _cluster_geometry(plan: Plan, kernel: Kernel, kinds: set[str], chunk: int, log: list[LogEntry]) -> Kernel | None:
+    """Geometry with a token's columns over the blocks of a cluster; None where it is not wanted or not possible.
+
+    Only a projection is worth it: its fn is n(2+n) times as large as the streams, so several SMs must read it.
+    """
+    options, program = plan.options, plan.program
+    most = 1 if options.cluster is None else options.cluster  # TEMP until the executor runs clusters
+    wanted = options.cluster is not None and options.cluster > 1
+    reason = ""
+    if most == 1 or "project" not in kinds or not kinds <= CLUSTER_KINDS:
+        reason = "only a kernel with a projection uses a cluster"
+    elif not {"rowsq", "gates"} <= kinds:
+        reason = "the leader of a token needs rowsq and gates in the kernel"
+    elif any(t.shape == STREAM_LAST for t in program.tensors):
+        reason = "the streams lie side by side, and a cluster reads them stream by stream"
+    elif not parse_arch(options.arch).facts.has_cluster:
+        reason = f"{options.arch} has no clusters"
+    elif options.slab == "registers" or options.sync == "block":
+        reason = "a slab in one block's registers, or block barriers, were asked for"
+    if reason:
+        if wanted:
+            raise refuse("place", "P-CLUSTER", kernel.name, reason, "leave --cluster out")
+        return None
+    n, hidden = program.dim("n"), program.dim("H")
+    run = chunk
+    while -(-hidden // (32 * run)) > most:
+        run *= 2
+    blocks = -(-hidden // (32 * run))
+    fit = _cluster_warps(n, run, chunk, program.dim("R"), options.threads)
+    group = max((s.attr("group") for s in plan.kernel_stages(kernel) if s.kind == "quant"), default=1)
+    if blocks == 1 or fit is None or group > 32 * run:
+        if wanted:
+            raise refuse(
+                "place",
+                "P-CLUSTER",
+                kernel.name,
+                f"{run} columns a lane do not fit the registers, or the columns need one block only",
+                "leave --cluster out",
+            )
+        return None
+    warps, rows = fit
+    itemsize = ITEMSIZE[next(t.dtype for t in program.tensors if t.shape == ("T", "n", "H"))]
+    tokens = min(blocks, warps, MAX_CLUSTER_TOKENS)
+    kept = n * 32 * run * itemsize
+    tokens = max(1, min(tokens, (STAGED_BYTES - 4 * blocks * program.dim("R")) // kept))
+    log.append(
+        Decision(
+            "place",
+            kernel.name,
+            f"a cluster of {blocks} blocks for up to {tokens} tokens, {run} columns a lane, {rows} rows of fn a warp",
+            "fn is far larger than the streams: its columns are spread over several SMs, and each row is "
+            "read once for all tokens of the cluster",
+        )
+    )
+    return replace(
+        kernel,
+        data_warps=warps,
+        mix_warp=warps,
+        warps=warps + 1,
+        columns=_columns(plan, run, chunk, blocks),
+        grid="cluster",
+        cluster=blocks,
+        tokens=tokens,
+        rows_per_warp=rows,
+    )
+
+
+def _cluster_warps(n: int, run: int, chunk: int, rows: int, threads: int | None) -> tuple[int, int] | None:
+    """(data warps, rows of fn a warp holds) whose registers fit: fewest passes over fn, then most warps.
+
+    One warp more than the rows need takes the squares; the collapse wants a warp a token, so there are a few.
+    """
+    fitting: list[tuple[int, int, int]] = []
+    for rows_per_warp in (2, 1):
+        for warps in (12, 8, 6, 4, 2):
+            data = max(min(warps, -(-rows // rows_per_warp)) + 1, min(warps, 8))
+            data = data if threads is None else threads // 32 - 1
+            need = rows_per_warp * n * run + n * chunk + CLUSTER_REGISTERS
+            if data >= 1 and need <= registers_per_thread(data + 1):
+                fitting.append((-(-rows // (rows_per_warp * data)), -data, rows_per_warp))
+    if not fitting:
+        return None
+    _, data, rows_per_warp = min(fitting)
+    return -data, rows_per_warp
+
+
+def _slab_streams(plan: Plan, kernel: Kernel, stages: tuple[Stage, ...]) -> tuple[str, ...]:
+    """Stream tensors worth keeping in registers: read twice, or made here and read here."""
+    readers: dict[str, int] = {}
+    for stage in stages:
+        for slot, tensor in stage.operands:
+            if slot == "x" and stage.kind != "post":
+                readers[tensor] = readers.get(tensor, 0) + 1
+    return tuple(t for t, count in readers.items() if count > 1 or plan.made_in(kernel, t))
+
+
+def registers_per_thread(warps: int) -> int:
+    """Registers each thread may use so that one block of that many warps fits an SM.
+
+    An SM hands registers to warps in fours, eight registers a thread at a time.
+    """
+    return min(MAX_REGISTERS, REGISTERS_PER_SM // (-(-warps // 4) * 4 * 32) // 8 * 8)
+
+
+def _slab_geometry(
+    plan: Plan, kernel: Kernel, stages: tuple[Stage, ...], chunk: int, log: list[LogEntry]
+) -> Kernel | None:
+    """Geometry with the streams in registers, None where it is not wanted or does not fit."""
+    options, program = plan.options, plan.program
+    streams = _slab_streams(plan, kernel, stages)
+    if options.slab == "global" or not streams:
+        return None
+    n, hidden = program.dim("n"), program.dim("H")
+    kinds = {stage.kind for stage in stages}
+    may_own = bool(kinds & set(MIXING)) and ("collapse" in kinds or options.mix_warp == "own")
+    # A warp of its own for the mixes is worth having, a slab in registers more so.
+    extras = {"own": (1,), "shared": (0,)}.get(options.mix_warp, (1, 0))
+    if not may_own:
+        extras = (0,)
+    for extra in extras:
+        least = _least_run(stages, chunk)
+        run, data_warps = _slab_run(options, extra, hidden, least, len(streams) * n, kernel.name)
+        need = len(streams) * n * run + WORKING_REGISTERS
+        have = registers_per_thread(data_warps + extra)
+        if need <= have:
+            break
+    own = extra == 1
+    fits = f"{n} x {run} floats a thread and {WORKING_REGISTERS} to work with, of {have} registers"
+    if need > have:
+        if options.slab == "registers":
+            raise refuse(
+                "place",
+                "P-SLAB",
+                kernel.name,
+                f"the slab does not fit: it needs {fits}",
+                "use more threads, or --slab global",
+            )
+        log.append(Decision("place", kernel.name, "streams stay in global memory", f"the slab needs {fits}"))
+        return None
+    log.append(Decision("place", ", ".join(streams), "registers of the owning threads", f"it fits: {fits}"))
+    if own:
+        log.append(
+            Decision(
+                "place",
+                kernel.name,
+                "a warp of its own for the mixes",
+                "the graph has no path from sinkhorn to collapse, so both run at once",
+            )
+        )
+    return replace(
+        kernel,
+        data_warps=data_warps,
+        mix_warp=data_warps if own else 0,
+        warps=data_warps + extra,
+        columns=_columns(plan, run, chunk),
+        places=tuple(Place(t, "thread") for t in streams),
+    )
+
+
+def _slab_run(options: Options, extra: int, hidden: int, least: int, floats: int, kernel: str) -> tuple[int, int]:
+    """Run and data warps for a slab of `floats` registers a column; fewer, wider threads while it does not fit."""
+    most = MAX_WARPS - extra if options.threads is None else options.threads // 32 - extra
+    if most < 1:
+        raise refuse(
+            "place",
+            "L-THREADS",
+            kernel,
+            "a Sinkhorn warp of its own leaves no data warp in this block",
+            "use at least 64 threads, or --mix-warp shared",
+        )
+    run = _run(hidden, most * 32, least)
+    if options.threads is not None:
+        return run, most
+    data_warps = -(-hidden // (32 * run))
+    while floats * run + WORKING_REGISTERS > registers_per_thread(data_warps + extra) and data_warps > 1:
+        run *= 2
+        data_warps = -(-hidden // (32 * run))
+    return run, data_warps
+
+
+def _streaming(plan: Plan, kernel: Kernel, mixes: bool, chunk: int, log: list[LogEntry]) -> Kernel:
+    """Geometry with the streams read from global memory by each stage."""
+    options, hidden = plan.options, plan.program.dim("H")
+    own = mixes and options.mix_warp == "own"
+    extra = 1 if own else 0
+    if options.threads is None:
+        data_warps = min(DEFAULT_WARPS, -(-hidden // (32 * chunk)))
+    else:
+        data_warps = options.threads // 32 - extra
+    if data_warps < 1:
+        raise refuse(
+            "place",
+            "L-THREADS",
+            kernel.name,
+            "a Sinkhorn warp of its own leaves no data warp in this block",
+            "use at least 64 threads, or --mix-warp shared",
+        )
+    run = _run(hidden, data_warps * 32, _least_run(plan.kernel_stages(kernel), chunk))
+    log.append(
+        Decision(
+            "place",
+            kernel.name,
+            f"{(data_warps + extra) * 32} threads, {run} columns a thread in chunks of {chunk}",
+            "threads own aligned runs of 2^k columns, so every block size sums in the same tree",
+        )
+    )
+    return replace(
+        kernel,
+        data_warps=data_warps,
+        mix_warp=(data_warps if own else 0) if mixes else -1,
+        warps=data_warps + extra,
+        columns=_columns(plan, run, chunk),
+    )
