@@ -17,6 +17,7 @@ from mhcgen.combs import comb_kind
 from mhcgen.inputs import make_inputs
 from mhcgen.ir import AttrValue, Program, Stage, Tensor, make_stage
 from mhcgen.plan import Access, Kernel, Node, Options, Plan, Step
+from mhcgen.runtime import NUMPY_DTYPES
 from mhcgen.stages import COMB_STAGES, KINDS
 
 #: The least each kind needs of attributes.
@@ -170,16 +171,13 @@ def inputs(made: Program, tokens: int, seed: int = 0) -> dict[str, Any]:
 def branches(made: Program) -> dict[str, Callable[..., Any]]:
     """Opaque stages of a Program as functions of the right shapes: halve what they read."""
 
-    def tap(x: Any) -> Any:
-        return np.ascontiguousarray(x[:, 0])
-
-    def halve(value: Any) -> Any:
-        return np.ascontiguousarray((value.astype(np.float32) * np.float32(0.5)).astype(value.dtype))
-
     def make(s: Stage) -> Callable[..., Any]:
+        dtype = NUMPY_DTYPES[made.tensor(s.writes[0]).dtype]
+
         def run(**operands: Any) -> Any:
             (value,) = operands.values()
-            return tap(value) if s.kind == "tap" else halve(value)
+            half = value.astype(np.float32) * np.float32(0.5)
+            return np.ascontiguousarray((half[:, 0] if s.kind == "tap" else half).astype(dtype))
 
         return run
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import networkx as nx
@@ -13,7 +14,8 @@ from mhcgen.combs import COMB_KINDS
 from mhcgen.ir import Program, Stage
 from mhcgen.passes.fuse import OPAQUE_KINDS
 
-DTYPES = st.sampled_from(["fp32", "bf16", "fp16"])
+FLOATS = ("fp32", "bf16", "fp16")
+DTYPES = st.sampled_from(FLOATS)
 #: Widths below, at and past a warp, odd ones, and ones with each power of two as factor.
 HIDDEN = st.one_of(st.integers(1, 80), st.sampled_from([96, 127, 128, 200, 257, 264, 520]))
 TOKENS = st.integers(0, 9)
@@ -148,15 +150,16 @@ def hand_built(draw: st.DrawFn) -> Program:
     maker = _Maker(draw, n)
     for _ in range(draw(st.integers(1, 7))):
         maker.grow()
+    maker.add("mean", {"x": "streams"}, {"y": "columns"})  # an identity alone would read nothing to count tokens by
     written = [name for s in maker.stages for name in s.writes]
     results = tuple(draw(st.lists(st.sampled_from(written), unique=True, max_size=3)))
-    return program(
-        *maker.stages,
-        n=n,
-        hidden=draw(HIDDEN),
-        dtype=draw(DTYPES),
-        results=results,
-    )
+    made = program(*maker.stages, n=n, hidden=draw(HIDDEN), dtype=draw(DTYPES), results=results)
+    if not draw(st.integers(0, 2)):
+        return made
+    wide = [t.name for t in made.tensors if (t.shape[0], t.shape[-1]) == ("T", "H") and t.dtype in FLOATS]
+    copied = {name for s in made.stages_of_kind("expand") for name in (*s.reads, *s.writes)}
+    mixed = {name: draw(DTYPES) for name in wide if name not in copied}
+    return replace(made, tensors=tuple(replace(t, dtype=mixed.get(t.name, t.dtype)) for t in made.tensors))
 
 
 def programs() -> st.SearchStrategy[Program]:

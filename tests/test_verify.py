@@ -164,6 +164,10 @@ BROKEN: dict[str, list[tuple[Program, list[str]]]] = {
     ],
     "dtypes_fit_the_slots": [
         (
+            factories.program(factories.stage("expand"), dtypes={"e": "bf16"}),
+            ["stage expand: an expand copies, so its dtypes cannot be bf16 and fp32"],
+        ),
+        (
             retensor(CHAIN, "mixes", dtype="bf16"),
             ["stage rowsq: mixes is mixes of dtype bf16, and only fp32 fits there"],
         ),
@@ -186,6 +190,12 @@ BROKEN: dict[str, list[tuple[Program, list[str]]]] = {
             ],
         ),
         (restage(MEAN, "mean", operands=(("x", "y"),)), ["stage mean reads y before mean writes it"]),
+    ],
+    "tokens_are_counted": [
+        (
+            factories.program(factories.stage("comb", usual=(), comb="identity")),
+            ["no input has a token axis T"],
+        ),
     ],
     "a_program_has_results": [
         (replace(MEAN, stages=()), ["the Program has no stage"]),
