@@ -1,8 +1,8 @@
 """geometry: threads, warps and the column map of a kernel, the first half of place.
 
 Four forms, tried in this order: pointwise (blocks share a token), cluster (blocks share a token's columns through
-each other's memory), slab (the streams stay in registers), streaming (each stage reads them again). Refusal codes: P-SLAB,
-P-CLUSTER, L-THREADS.
+each other's memory), slab (the streams stay in registers), streaming (each stage reads them again).
+Refusal codes: P-SLAB, P-CLUSTER, L-THREADS.
 """
 
 from __future__ import annotations

@@ -192,7 +192,8 @@ def post(context: Context, stage: Stage) -> None:
     branch, more_reads, more_declares = context.column_source(stage.operand("f"))
     # Few enough gates stay in registers, loaded side by side; more are read where they are used.
     held = context.n * (context.n + 1) <= HELD_GATES
-    gates_fields: dict[str, Any] = {"load_gates": "mhc_load_fp32" if context.n == 4 else "mhc_copy_floats"} if held else {}
+    load = "mhc_load_fp32" if context.n == 4 else "mhc_copy_floats"
+    gates_fields: dict[str, Any] = {"load_gates": load} if held else {}
     context.step(
         stage,
         "columns",
