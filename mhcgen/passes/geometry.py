@@ -241,13 +241,18 @@ def _slab_geometry(
     extras = {"own": (1,), "shared": (0,)}.get(options.mix_warp, (1, 0))
     if not may_own:
         extras = (0,)
-    for extra in extras:
-        least = _least_run(stages, chunk)
+    # With a given block size, narrower pieces let more threads share the columns.
+    pieces = [chunk] if options.threads is None else [piece for piece in (8, 4, 2, 1) if piece <= chunk]
+    tried: list[tuple[int, int, int, int, int, int]] = []
+    for extra, piece in ((e, p) for e in extras for p in pieces):
+        least = _least_run(stages, piece)
         run, data_warps = _slab_run(options, extra, hidden, least, len(streams) * n, kernel.name)
         need = len(streams) * n * run + WORKING_REGISTERS
         have = registers_per_thread(data_warps + extra)
+        tried.append((extra, piece, run, data_warps, need, have))
         if need <= have:
             break
+    extra, piece, run, data_warps, need, have = tried[-1] if tried[-1][4] <= tried[-1][5] else tried[0]
     own = extra == 1
     fits = f"{n} x {run} floats a thread and {WORKING_REGISTERS} to work with, of {have} registers"
     if need > have:
@@ -276,7 +281,7 @@ def _slab_geometry(
         data_warps=data_warps,
         mix_warp=data_warps if own else 0,
         warps=data_warps + extra,
-        columns=_columns(plan, run, chunk),
+        columns=_columns(plan, run, piece),
         places=tuple(Place(t, "thread") for t in streams),
     )
 
