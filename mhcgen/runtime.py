@@ -8,68 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-import ml_dtypes
-import numpy as np
-
-from mhcgen.backends.signature import KernelSignature
 from mhcgen.errors import InputError, InputTypeError, UsageError
 from mhcgen.ir import Stage, Tensor
 from mhcgen.lower import signature, tensors_of
 from mhcgen.passes.fuse import OPAQUE_KINDS
 from mhcgen.passes.stamp import stamp_count
 from mhcgen.plan import Kernel, Plan
+from mhcgen.runners import NUMPY_DTYPES as NUMPY_DTYPES
+from mhcgen.runners import CudaRunner as CudaRunner
+from mhcgen.runners import HostRunner as HostRunner
+from mhcgen.runners import Runner as Runner
+from mhcgen.runners import cuda_usable as cuda_usable
 
-#: dtype name -> numpy dtype that carries it on the host; bf16 is ml_dtypes', never plain uint16.
-NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
-    "fp32": np.dtype(np.float32),
-    "bf16": np.dtype(ml_dtypes.bfloat16),
-    "fp16": np.dtype(np.float16),
-    "int8": np.dtype(np.int8),
-    "fp8_e4m3": np.dtype(np.uint8),
-    "int32": np.dtype(np.int32),
-    "int64": np.dtype(np.int64),
-}
 VECTOR_ALIGNMENT = 16
 
 #: A branch: the stage's operands by slot, to its result.
 Branch = Callable[..., Any]
-
-
-class Runner(Protocol):
-    """Where kernels run."""
-
-    name: str
-
-    def check_array(self, name: str, value: Any) -> Any:
-        """The array itself, or an InputTypeError if it is not of this runner's kind."""
-
-    def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
-        """An array whose contents mean nothing; poisoned with 0xff bytes on the host."""
-
-    def address(self, array: Any) -> int:
-        """Address of its first element."""
-
-    def dtype_name(self, array: Any) -> str:
-        """Its dtype as errors name it."""
-
-    def module(self, scalar: bool = False) -> Any:
-        """The compiled emission, or its twin with element loads; compiles the first time."""
-
-    def is_compiled(self, scalar: bool) -> bool:
-        """Whether `module(scalar)` has nothing left to compile."""
-
-    def launch(
-        self,
-        kernel: Kernel,
-        scalar: bool,
-        grid: tuple[int, int],
-        args: list[Any],
-        fresh: tuple[str, ...],
-        **options: Any,
-    ) -> Any:
-        """Launch one kernel; `fresh` names parameters it is the first to write."""
 
 
 @dataclass(frozen=True)
@@ -337,187 +293,6 @@ def launch_order(plan: Plan) -> tuple[Kernel | Stage, ...]:
     return tuple(units)
 
 
-# ---- runners ----------------------------------------------------------------------------------------
-class HostRunner:
-    """The CPU executor; arrays are numpy's.
-
-    Args:
-        plan: what to run.
-        race: instrument memory accesses; several times slower.
-        compiler: C++ compiler command; None searches.
-        order, seed: default thread order of launches.
-    """
-
-    name = "host"
-
-    def __init__(
-        self,
-        plan: Plan,
-        *,
-        race: bool = False,
-        compiler: str | None = None,
-        order: str = "ascending",
-        seed: int = 0,
-        source: str | None = None,
-    ) -> None:
-        self.plan = plan
-        self.race = race
-        self.compiler = compiler
-        self.order = order
-        self.seed = seed
-        self._source = source
-        self._modules: dict[bool, Any] = {}
-
-    def check_array(self, name: str, value: Any) -> Any:
-        """numpy arrays only."""
-        if not isinstance(value, np.ndarray):
-            raise InputTypeError(
-                "I-ARRAY",
-                f"{name} is a {type(value).__module__}.{type(value).__name__}, and the host backend "
-                "takes numpy arrays",
-                where=name,
-                hints=("convert it explicitly, e.g. cupy.asnumpy(array) or tensor.cpu().numpy()",),
-            )
-        return value
-
-    def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
-        """A guard-banded, poisoned array."""
-        from mhcgen.backends.host import HostBuffer
-
-        return HostBuffer(shape, NUMPY_DTYPES[dtype]).array
-
-    def address(self, array: Any) -> int:
-        """Address of the first byte."""
-        return int(array.ctypes.data) if array.size else 0
-
-    def dtype_name(self, array: Any) -> str:
-        """numpy's name of the dtype."""
-        return str(array.dtype.name)
-
-    def module(self, scalar: bool = False) -> Any:
-        """The compiled emission, or its twin with element loads."""
-        from mhcgen.backends import host
-
-        if scalar not in self._modules:
-            source, signatures = _text(self.plan, scalar)
-            if self._source is not None:
-                source = self._source
-            host_signatures = [
-                host.KernelSignature(s.name, tuple(host.Param(p.name, p.ctype, p.writable) for p in s.params))
-                for s in signatures
-            ]
-            self._modules[scalar] = host.HostModule(source, host_signatures, race=self.race, compiler=self.compiler)
-        return self._modules[scalar]
-
-    def is_compiled(self, scalar: bool) -> bool:
-        """Whether `module(scalar)` has nothing left to compile."""
-        return scalar in self._modules
-
-    def launch(
-        self,
-        kernel: Kernel,
-        scalar: bool,
-        grid: tuple[int, int],
-        args: list[Any],
-        fresh: tuple[str, ...],
-        **options: Any,
-    ) -> Any:
-        """Run one kernel and return its LaunchReport."""
-        settings = {"order": self.order, "seed": self.seed, **options}
-        return self.module(scalar).launch(
-            kernel.name,
-            grid,
-            kernel.threads,
-            args,
-            uninitialised=fresh if self.race else frozenset(),
-            **settings,
-        )
-
-
-def _text(plan: Plan, scalar: bool) -> tuple[str, list[KernelSignature]]:
-    """Source and signatures of a plan, or of its twin with element loads."""
-    from dataclasses import replace
-
-    from mhcgen.passes import run_pipeline
-
-    if scalar and not plan.options.scalar:
-        plan = run_pipeline(plan.program, replace(plan.options, scalar=True), command=plan.command)
-    return plan.source, [signature(plan, kernel) for kernel in plan.kernels]
-
-
-class CudaRunner:
-    """CuPy: the caller's current stream and device; arrays are CuPy's.
-
-    Args:
-        plan: what to run.
-        compile: `auto`, `nvrtc` (exact) or `cupy` (flushes subnormals).
-    """
-
-    name = "cuda"
-
-    def __init__(self, plan: Plan, *, compile: str = "auto", source: str | None = None) -> None:
-        from mhcgen.backends import cuda
-        from mhcgen.backends.cupy_state import require_gpu
-
-        self.plan = plan
-        self._cuda = cuda
-        self._compile = compile
-        self._source = source
-        self._modules: dict[bool, Any] = {}
-        require_gpu()
-
-    def check_array(self, name: str, value: Any) -> Any:
-        """CuPy arrays only."""
-        if not type(value).__module__.startswith("cupy"):
-            raise InputTypeError(
-                "I-ARRAY",
-                f"{name} is a {type(value).__module__}.{type(value).__name__}, and the cuda backend "
-                "takes CuPy arrays",
-                where=name,
-                hints=("move it explicitly, e.g. cupy.asarray(array)",),
-            )
-        return value
-
-    def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
-        """An uninitialised array on the current device."""
-        import cupy
-
-        return cupy.empty(shape, NUMPY_DTYPES[dtype])
-
-    def address(self, array: Any) -> int:
-        """Device address of the first byte."""
-        return int(array.data.ptr) if array.size else 0
-
-    def dtype_name(self, array: Any) -> str:
-        """Name of the dtype."""
-        return str(array.dtype.name)
-
-    def module(self, scalar: bool = False) -> Any:
-        """The compiled emission, or its twin with element loads."""
-        if scalar not in self._modules:
-            source, signatures = _text(self.plan, scalar)
-            if self._source is not None:
-                source = self._source
-            self._modules[scalar] = self._cuda.CudaModule(source, signatures, compile=self._compile)
-        return self._modules[scalar]
-
-    def is_compiled(self, scalar: bool) -> bool:
-        """Whether `module(scalar)` has nothing left to compile."""
-        return scalar in self._modules
-
-    def launch(
-        self,
-        kernel: Kernel,
-        scalar: bool,
-        grid: tuple[int, int],
-        args: list[Any],
-        fresh: tuple[str, ...],
-        **options: Any,
-    ) -> Any:
-        """Launch one kernel on the current stream; returns None, nothing is waited for."""
-        self.module(scalar).launch(kernel.name, (*grid, 1), (kernel.threads, 1, 1), args, **options)
-
-
 def load(plan: Plan, backend: str = "auto", **options: Any) -> Module:
     """A Module for a Plan.
 
@@ -542,14 +317,3 @@ def load(plan: Plan, backend: str = "auto", **options: Any) -> Module:
         where="--backend",
         hints=("choose one of auto, host, cuda",),
     )
-
-
-def cuda_usable() -> bool:
-    """Whether CuPy and a device are there; imports CuPy only if it is installed."""
-    import importlib.util
-
-    if importlib.util.find_spec("cupy") is None:
-        return False
-    from mhcgen.backends import cuda
-
-    return cuda.is_available()[0]
