@@ -19,6 +19,7 @@ def compile(
     mix_warp: str = "auto",
     scalar: bool = False,
     cluster: int | None = None,
+    dependent: bool = False,
     stamps: bool = False,
     stop_after: str | None = None,
 ) -> Plan:
@@ -35,6 +36,7 @@ def compile(
         mix_warp: `auto`, `own` or `shared`: whether the mixes have a warp of their own.
         scalar: element loads and stores only, for arrays that are not 16-byte aligned.
         cluster: most blocks of a cluster, 1 for none; None chooses.
+        dependent: emit for dependent launch (sm_90 and later), with its device-side wait.
         stamps: time stamps at phase borders.
         stop_after: name of the pass after which to stop, to look at the Plan there.
 
@@ -63,6 +65,7 @@ def compile(
         mix_warp=mix_warp,
         scalar=scalar,
         cluster=cluster,
+        dependent=dependent,
         stamps=stamps,
     )
     return run_pipeline(program, options, stop_after=stop_after)

@@ -56,6 +56,8 @@ _COMMON_BEFORE = (
     ("mhc_pairs", "pairs"),
     ("mhc_warp_sum", "warp_sum"),
     ("mhc_mean", "mean"),
+    ("mhc_dependent_launch", "dependent"),
+    ("mhc_dependent_wait", "dependent"),
     ("mhc_copy_floats", "copy_floats"),
     ("mhc_reciprocal", "reciprocal"),
     ("mhc_bounded_quotient", "bounded_quotient"),

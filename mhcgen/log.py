@@ -120,6 +120,11 @@ CATALOGUE: dict[str, CatalogueEntry] = {
             "Fuse the stages on one side of the branch.",
         ),
         CatalogueEntry(
+            "F-TAP",
+            "A tap reads streams that the group writes and goes on with: they must exist before it does.",
+            "Fuse the stages on one side of the tap.",
+        ),
+        CatalogueEntry(
             "F-UNKNOWN",
             "The group names a stage that the Program does not have.",
             "Use the stage names that `mhcgen explain` prints.",
@@ -168,6 +173,11 @@ CATALOGUE: dict[str, CatalogueEntry] = {
             "L-THREADS",
             "The thread count is not a multiple of 32 between 32 and 1024, or leaves no data warp.",
             "Use a multiple of 32 up to 1024; with a Sinkhorn warp of its own at least 64.",
+        ),
+        CatalogueEntry(
+            "L-DEPENDENT",
+            "Dependent launch was asked for on an architecture that has none.",
+            "Target sm_90 or later, or leave `--dependent` out.",
         ),
         CatalogueEntry(
             "L-SHARED",

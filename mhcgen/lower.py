@@ -87,7 +87,7 @@ def command_of(plan: Plan) -> str:
     ):
         if value != default:
             words.append(f"--{flag} {value}")
-    words += ["--scalar"] * o.scalar + ["--stamps"] * o.stamps
+    words += ["--scalar"] * o.scalar + ["--stamps"] * o.stamps + ["--dependent"] * o.dependent
     return " ".join(words)
 
 

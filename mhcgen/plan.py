@@ -45,6 +45,7 @@ class Options:
         mix_warp: whether the mix work has a warp of its own beside the data warps.
         cluster: most blocks of a cluster, 1 for none; None lets the place pass choose.
         scalar: use element loads where vectors would be legal (the twin for misaligned arrays).
+        dependent: emit for dependent launch: parameters are read before the wait for the preceding launch.
         stamps: emit time stamps at phase borders.
     """
 
@@ -57,6 +58,7 @@ class Options:
     mix_warp: str = "auto"
     scalar: bool = False
     cluster: int | None = None
+    dependent: bool = False
     stamps: bool = False
 
 
@@ -165,6 +167,7 @@ class Step:
         fields: numbers and names for the template, sorted.
         declares: register declarations to hoist to the kernel's top: (template, fields) pairs.
         early: it reads only what is given, so it may be issued before anything waits.
+        constant: it reads parameters only, so it may be issued before a dependent launch's wait.
     """
 
     name: str
@@ -175,6 +178,7 @@ class Step:
     fields: tuple[tuple[str, AttrValue], ...] = ()
     declares: tuple[Declare, ...] = ()
     early: bool = False
+    constant: bool = False
 
 
 @dataclass(frozen=True)
@@ -223,6 +227,7 @@ class Kernel:
         cluster: blocks that work on the same tokens through each other's shared memory; 1 for none.
         tokens: most tokens of one cluster (their number is a run-time argument); 1 without one.
         rows_per_warp: rows of fn a warp of a cluster holds at once.
+        dependent: launched so that it may start before its predecessor has ended.
         phases: names of the phases between time stamps, as `team: stage`; empty without stamps.
     """
 
@@ -241,6 +246,7 @@ class Kernel:
     cluster: int = 1
     tokens: int = 1
     rows_per_warp: int = 0
+    dependent: bool = False
 
     @property
     def threads(self) -> int:

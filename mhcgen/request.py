@@ -25,7 +25,7 @@ _TEXT = (
     "sync", "slab", "mix_warp",
 )
 _NUMBER = ("streams", "hidden", "layers", "iters", "rms_eps", "hc_eps", "norm_eps", "threads", "cluster")
-_SWITCH = ("norm", "quant_pow2", "early_stop", "iterations_out", "scalar", "stamps")
+_SWITCH = ("norm", "quant_pow2", "early_stop", "iterations_out", "scalar", "stamps", "dependent")
 NAMES = (*_TEXT, *_NUMBER, *_SWITCH, "extra")
 
 #: Opaque readers between post and the next pre, in the order a Program has them.

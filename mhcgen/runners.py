@@ -236,7 +236,8 @@ class CudaRunner:
         **options: Any,
     ) -> Any:
         """Launch one kernel on the current stream; returns None, nothing is waited for."""
-        self.module(scalar).launch(kernel.name, (*grid, 1), (kernel.threads, 1, 1), args, **options)
+        settings = {"dependent": kernel.dependent, **options}
+        self.module(scalar).launch(kernel.name, (*grid, 1), (kernel.threads, 1, 1), args, **settings)
 
 
 def cuda_usable() -> bool:

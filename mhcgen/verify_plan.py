@@ -79,9 +79,25 @@ def every_barrier_has_a_reason(plan: Plan) -> Iterator[str]:
                     yield f"{kernel.name}: {hazard} needs {hazard.scope}, the barrier is {sync.scope}"
 
 
+def nothing_of_a_predecessor_is_read_before_the_wait(plan: Plan) -> Iterator[str]:
+    """After place: a dependent launch reads parameters only, and writes nothing global, before it waits."""
+    for kernel in plan.kernels:
+        if not kernel.dependent:
+            continue
+        names = [step.template for step in kernel.steps()]
+        if names.count("dependent_launch") != 1 or names.count("dependent_wait") != 1:
+            yield f"{kernel.name}: dependent launch and its wait do not come as a pair"
+            continue
+        for step in kernel.steps():
+            if step.template == "dependent_wait":
+                break
+            if step.template != "dependent_launch" and not step.constant:
+                yield f"{kernel.name}: {step.name} runs before the wait and is not bound to parameters"
+
+
 RULES: dict[str, tuple[Rule, ...]] = {
     "fuse": (every_stage_has_one_kernel, kernel_names_are_unique),
-    "place": (every_touched_tensor_has_a_place, threads_own_every_column, buffers_are_declared),
+    "place": (every_touched_tensor_has_a_place, threads_own_every_column, buffers_are_declared, nothing_of_a_predecessor_is_read_before_the_wait),
     "sync": (no_hazard_is_bare, every_barrier_has_a_reason),
     "stamp": (),
     "launch": (),

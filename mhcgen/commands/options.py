@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mhcgen.arithmetic import ACCUMULATORS, FUNCTION_SETS, PROJECTIONS
-from mhcgen.build import EXITS, QUANTS, SCOPES, STREAM_DTYPES, Config
+from mhcgen.build import QUANTS, SCOPES, STREAM_DTYPES, Config
 from mhcgen.errors import UsageError
+from mhcgen.models import EXITS
 from mhcgen.plan import MIX_WARPS, PLACEMENTS, SLABS, SYNCS, Options, Plan
 
 if TYPE_CHECKING:
@@ -194,6 +195,10 @@ SHARED: tuple[inspect.Parameter, ...] = (
     _shared(
         "scalar", bool, "--scalar/--no-scalar", "",
         "Element loads and stores only, for arrays that are not aligned to 16 bytes.",
+    ),
+    _shared(
+        "dependent", bool, "--dependent", "",
+        "Dependent launch: parameters are read before the wait for the preceding launch (sm_90 and later).",
     ),
     _shared("stamps", bool, "--stamps", "", "Time stamps at the borders of phases, as one more result."),
 )

@@ -4,7 +4,7 @@
 kernel of one block a token        grid (T)
 kernel of k blocks a token         grid (T, k)      tokens on grid.x, which reaches 2^31 - 1
 ```
-T is a run-time argument and never part of the text. Refusal code: L-SHARED.
+T is a run-time argument and never part of the text. Refusal codes: L-SHARED, L-DEPENDENT.
 
 Deliberately not done here: choosing threads, which place does, because registers depend on them.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mhcgen.backends.archs import parse_arch
 from mhcgen.log import Decision
 from mhcgen.passes.refuse import refuse
 from mhcgen.plan import Plan
@@ -25,7 +26,7 @@ def launch(plan: Plan) -> Plan:
     """Plan -> Plan with launch facts in every kernel.
 
     Raises:
-        RefusedError: L-SHARED.
+        RefusedError: L-SHARED, L-DEPENDENT.
     """
     if "launch" in plan.done:
         return plan
@@ -38,6 +39,14 @@ def launch(plan: Plan) -> Plan:
                 kernel.name,
                 f"it needs {total} bytes of shared memory, and a block has {STATIC_SHARED}",
                 "split the group, or use a register placement",
+            )
+        if kernel.dependent and not parse_arch(plan.options.arch).facts.has_dependent_launch:
+            raise refuse(
+                "launch",
+                "L-DEPENDENT",
+                kernel.name,
+                f"{plan.options.arch} has no dependent launch",
+                "target sm_90 or later, or leave --dependent out",
             )
         plan = plan.with_kernel(index, replace(kernel, shared_bytes=total))
         grid = f"grid {kernel.grid_text}"

@@ -8,7 +8,7 @@ from dataclasses import replace
 import networkx as nx
 
 from mhcgen.ir import Stage
-from mhcgen.plan import Buffer, Kernel, Plan
+from mhcgen.plan import Buffer, Kernel, Node, Plan, Step
 from mhcgen.stages import COMB_STAGES
 from mhcgen.steps import cluster, column, mix, sinkhorn
 from mhcgen.steps.context import Context
@@ -73,7 +73,21 @@ def expand_kernel(plan: Plan, kernel: Kernel) -> Kernel:
         for stage in plan.kernel_stages(kernel):
             EXPANDERS[stage.kind](context, stage)
     buffers: tuple[Buffer, ...] = tuple(context.buffers[name] for name in sorted(context.buffers))
-    return replace(kernel, body=(*context.early, *context.body), buffers=buffers)
+    early = context.early
+    if plan.options.dependent:
+        early = _dependent(context)
+    return replace(kernel, body=(*early, *context.body), buffers=buffers, dependent=plan.options.dependent)
+
+
+def _dependent(context: Context) -> list[Node]:
+    """Early steps with the two halves of dependent launch: parameters, the wait, then what a predecessor may write."""
+    stage = context.plan.kernel_stages(context.kernel)[0]
+    constant = [node for node in context.early if isinstance(node, Step) and node.constant]
+    given = [node for node in context.early if node not in constant]
+    halves: list[Node] = []
+    for piece in ("dependent_launch", "dependent_wait"):
+        context.step(stage, piece, piece, "all", into=halves)
+    return [halves[0], *constant, halves[1], *given]
 
 
 def _expand_cluster(plan: Plan, kernel: Kernel) -> Context:

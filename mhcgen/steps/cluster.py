@@ -79,7 +79,7 @@ class ClusterContext(Context):
         """Before the first write into another block: every block of the cluster must have started."""
         if not self.started:
             self.started = True
-            self.step(stage, "start", "cluster_arrive", "all", early=True)
+            self.step(stage, "start", "cluster_arrive", "all", constant=True)
             self.step(stage, "started", "cluster_wait", "all")
 
     def flush(self) -> None:
@@ -112,7 +112,7 @@ def project(context: ClusterContext, stage: Stage) -> None:
         "data",
         (),
         (registers,),
-        early=True,
+        constant=True,
         **rows_fields,
         **context.slice_fields(),
     )
@@ -210,7 +210,7 @@ def gates(context: ClusterContext, stage: Stage) -> None:
         "gate",
         (),
         (parameters,),
-        early=True,
+        constant=True,
         scale=context.row(stage.operand("scale")),
         base=context.row(stage.operand("base")),
         n=context.n,

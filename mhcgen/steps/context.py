@@ -106,6 +106,7 @@ class Context:
         accesses: tuple[Access, ...] = (),
         declares: tuple[Declare, ...] = (),
         early: bool = False,
+        constant: bool = False,
         into: list[Node] | None = None,
         **fields: Any,
     ) -> Step:
@@ -120,9 +121,10 @@ class Context:
             accesses=accesses,
             fields=tuple(sorted(fields.items())),
             declares=declares,
-            early=early,
+            early=early or constant,
+            constant=constant,
         )
-        target = into if into is not None else (self.early if early else self.body)
+        target = into if into is not None else (self.early if early or constant else self.body)
         target.append(made)
         return made
 

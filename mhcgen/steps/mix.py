@@ -185,7 +185,7 @@ def gates(context: Context, stage: Stage, without_pre: bool = False) -> None:
             "mix",
             (),
             declares,
-            early=True,
+            constant=True,
             scale=scale,
             base=base,
             n=context.n,
