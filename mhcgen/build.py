@@ -9,13 +9,12 @@ from mhcgen.arithmetic import Arithmetic
 from mhcgen.chain import Builder, between, branch, head_chain, post, pre_chain, tail_results
 from mhcgen.errors import UsageError
 from mhcgen.ir import Program
-from mhcgen.models import Model
+from mhcgen.models import EXITS, Model
 from mhcgen.models import model as find_model
 from mhcgen.verify import fp32_holds, verify
 
 #: What a Program holds: one site's half or whole, two sites' border, a trunk, or one part of the module around them.
-SCOPES = ("pre", "site", "boundary", "trunk", "expand", "post", "mean", "head")
-EXITS = ("mean", "head")
+SCOPES = ("pre", "site", "boundary", "trunk", "expand", "post", "mean", "sum", "head")
 STREAM_DTYPES = ("fp32", "bf16", "fp16")
 QUANTS = ("none", "q8", "fp8")
 MAX_STREAMS = 16
@@ -30,9 +29,9 @@ class Config:
 
     Args:
         model: a key of `mhcgen.models.MODELS`.
-        streams: n, 1 to 16.
+        streams: n, 1 to 16; some models exist for some counts only.
         hidden: H, 1 to 2^20.
-        iters: Sinkhorn iterations, 1 to 1000.
+        iters: Sinkhorn iterations, 1 to 1000; 0 in a model that has none.
         rms_eps: eps of the RMS over the streams; > 0, or 0 where the model allows it.
         hc_eps: eps of pre and Sinkhorn; likewise.
         norm_eps: eps of the RMSNorm of y; likewise.
@@ -48,7 +47,7 @@ class Config:
         iterations_out: also return the number of iterations run, `iterations [T]`.
         extra: opaque readers between post and the next pre: `engram`, `tap`.
         layers: layers of a trunk, two sites each, 1 to 1024; no other scope reads it.
-        exit: how a trunk ends, `mean` or `head` (gated head); no other scope reads it.
+        exit: how a trunk ends, one of `mhcgen.models.EXITS`; no other scope reads it.
     """
 
     model: str = "deepseek-v4"
@@ -110,14 +109,22 @@ def configure(model: str = "deepseek-v4", **given: object) -> Config:
 def check_config(config: Config, spec: Model) -> Config:
     """The same Config, normalised (eps as float), or a UsageError for the first bad field."""
     _integer("streams", config.streams, 1, MAX_STREAMS)
+    _streams(config.streams, spec)
     _integer("hidden", config.hidden, 1, MAX_HIDDEN)
-    _integer("iters", config.iters, 1, MAX_ITERS)
+    _iterations(config, spec)
     _integer("layers", config.layers, 1, MAX_LAYERS)
     for field in ("rms_eps", "hc_eps", "norm_eps"):
         _eps(field, getattr(config, field), spec)
     _member("dtype", config.dtype, STREAM_DTYPES)
     _member("scope", config.scope, SCOPES)
     _member("exit", config.exit, EXITS)
+    if config.exit == "pre" and not spec.delayed_pre:
+        raise UsageError(
+            "U-EXIT",
+            f"exit pre collapses by the gates of the last site, and model {spec.name} has used those before",
+            where="--exit",
+            hints=(f"choose one of {', '.join(e for e in EXITS if e != 'pre')}",),
+        )
     _member("quant", config.quant, QUANTS)
     for item in config.extra:
         _member("extra", item, ("engram", "tap"))
@@ -201,7 +208,56 @@ def _integer(field: str, value: object, low: int, high: int) -> None:
         )
 
 
+def _streams(n: int, spec: Model) -> None:
+    why = spec.refuses_streams(n)
+    if why:
+        legal = ", ".join(map(str, spec.legal_streams(MAX_STREAMS)))
+        raise UsageError(
+            "U-STREAMS",
+            f"model {spec.name} has no form for {n} streams: {why}",
+            where="--streams",
+            hints=(f"use one of {legal}",),
+        )
+
+
+def _iterations(config: Config, spec: Model) -> None:
+    if spec.iterated:
+        _integer("iters", config.iters, 1, MAX_ITERS)
+        if config.early_stop and ("domain", "log") in spec.comb_options:
+            raise UsageError(
+                "U-EARLY-STOP",
+                f"model {spec.name} works in the log domain, which keeps no matrix whose bits could stop changing",
+                where="--early-stop",
+                hints=("leave it out",),
+            )
+        return
+    for field, value in (("iters", config.iters), ("early_stop", config.early_stop)):
+        if value:
+            raise UsageError(
+                f"U-{field.upper().replace('_', '-')}",
+                f"model {spec.name} makes its mixing matrix without iterations",
+                where=f"--{field.replace('_', '-')}",
+                hints=("leave it out",),
+            )
+    if config.iterations_out:
+        raise UsageError(
+            "U-ITERATIONS-OUT",
+            f"model {spec.name} makes its mixing matrix without iterations",
+            where="--iterations-out",
+            hints=("leave it out",),
+        )
+
+
 def _eps(field: str, value: object, spec: Model) -> None:
+    if field == "hc_eps" and not spec.uses_hc_eps:
+        if value != spec.hc_eps:
+            raise UsageError(
+                "U-EPS",
+                f"model {spec.name} has no hc_eps, got {value!r}",
+                where="--hc-eps",
+                hints=("leave it out",),
+            )
+        return
     number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     lost = math.isfinite(number) and not fp32_holds(number)  # 1e-50 would be 0 in the text
     if lost or not (math.isfinite(number) and (number > 0 or (number == 0 and spec.zero_eps)) and number <= 1.0):
@@ -243,8 +299,8 @@ def _add_scope(b: Builder, config: Config) -> tuple[str, ...]:
     if config.scope == "expand":
         b.add("expand", "expand", {"e": "e"}, {"x": "x"})
         return ("x",)
-    if config.scope == "mean":
-        b.add("mean", "mean", {"x": "x"}, {"y": "y"})
+    if config.scope in ("mean", "sum"):
+        b.add(config.scope, config.scope, {"x": "x"}, {"y": "y"})
         return ("y",)
     if config.scope == "head":
         head_chain(b)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from mhcgen.arithmetic import Arithmetic
 from mhcgen.ir import AttrValue, Dim, Program, Stage, Tensor, make_stage
 from mhcgen.models import model as find_model
-from mhcgen.stages import KINDS
+from mhcgen.stages import KINDS, STREAM_LAST, STREAMS
 
 if TYPE_CHECKING:
     from mhcgen.build import Config
@@ -59,6 +59,8 @@ class Builder:
             slot.rstrip("?"): tuple(rows if dim == "M" else dim for dim in shape)
             for slot, shape in (*signature.operands, *signature.results)
         }
+        if find_model(self.config.model).stream_last:
+            shapes = {slot: STREAM_LAST if shape == STREAMS else shape for slot, shape in shapes.items()}
         for slot, tensor in (*operands.items(), *results.items()):
             self.tensors.setdefault(tensor, Tensor(tensor, shapes[slot], self._dtype(slot), "value"))
         self.stages.append(make_stage(name, kind, operands, results, attrs))
@@ -86,7 +88,8 @@ class Builder:
         config = self.config
         n, h = config.streams, config.hidden
         group = 32 if config.quant == "q8" else 128
-        dims = {"n": n, "H": h, "K": n * h, "R": (2 + n) * n, "L": n * n, "G": -(-h // group)}
+        spec = find_model(config.model)
+        dims = {"n": n, "H": h, "K": n * h, "R": spec.mixes(n), "L": spec.logits(n), "G": -(-h // group)}
         return Program(
             model=config.model,
             dims=tuple(sorted(dims.items())),
@@ -101,6 +104,7 @@ class Builder:
 def _mixes(b: Builder, x: str, site: str, rows: Dim) -> None:
     """projection (unless external) and rowsq."""
     c = b.config
+    spec = find_model(c.model)
     if c.projection != "external":
         operands = {"x": x, "fn": at(site, "fn")}
         b.add(
@@ -116,43 +120,66 @@ def _mixes(b: Builder, x: str, site: str, rows: Dim) -> None:
         "rowsq",
         {"x": x, "mixes": at(site, "mixes")},
         {"mixes_scaled": at(site, "mixes_scaled")},
-        {"acc": c.sumsq, "eps": c.rms_eps},
+        {"acc": c.sumsq, "eps": c.rms_eps, **dict(spec.rms)},
         rows=rows,
     )
 
 
-def pre_chain(b: Builder, x: str = "x", *, site: str = "", suffix: str = "") -> None:
-    """projection (unless external), rowsq, gates, sinkhorn, collapse, and norm and quant if asked for.
+def pre_chain(b: Builder, x: str = "x", *, site: str = "", suffix: str = "", pre_prev: str = "pre_prev") -> None:
+    """projection (unless external), rowsq, gates, the mixing matrix, collapse, and norm and quant if asked for.
+
+    In a model with delayed pre the collapse (with norm and quant) comes first, by the gates of the site before;
+    what the projection leads to is for later.
 
     Args:
         b: collects them.
         x: name of the streams it reads.
         site: the site it belongs to; empty outside a trunk.
         suffix: of pre, post and comb, where those names are taken (`_next` in a boundary).
+        pre_prev: gates of the site before, for a model with delayed pre; empty where there is none, and y is
+            stream 0 then.
     """
+    if find_model(b.config.model).delayed_pre:
+        _collapse(b, x, pre_prev, site)
+        _coefficients(b, x, site, suffix)
+    else:
+        _coefficients(b, x, site, suffix)
+        _collapse(b, x, at(site, "pre" + suffix), site)
+
+
+def _coefficients(b: Builder, x: str, site: str, suffix: str) -> None:
+    """projection (unless external), rowsq, gates and the mixing matrix."""
     c = b.config
     spec = find_model(c.model)
     pre, post, comb = (at(site, name + suffix) for name in ("pre", "post", "comb"))
-    logits, y, z = (at(site, name) for name in ("logits", "y", "z"))
+    logits = {"logits": at(site, "logits")} if spec.logits(c.streams) else {}
     _mixes(b, x, site, "R")
     b.add(
         at(site, "gates"),
         "gates",
         {"mixes_scaled": at(site, "mixes_scaled"), "scale": at(site, "scale"), "base": at(site, "base")},
-        {"pre": pre, "post": post, "logits": logits},
-        {"post_mult": spec.post_mult, "pre_eps": c.hc_eps},
+        {"pre": pre, "post": post, **logits},
+        {"post_mult": spec.post_mult, "pre_eps": spec.pre_eps_of(c.hc_eps), **dict(spec.gates)},
     )
     made = {"comb": comb}
-    if c.iterations_out:
-        made["iterations"] = at(site, "iterations")
-    b.add(
-        at(site, "sinkhorn"),
-        "sinkhorn",
-        {"logits": logits},
-        made,
-        {"comb": spec.comb, "early_stop": c.early_stop, "eps": c.hc_eps, "iters": c.iters},
-    )
-    b.add(at(site, "collapse"), "collapse", {"x": x, "pre": pre}, {"y": y})
+    attrs: dict[str, AttrValue] = {"comb": spec.comb, **dict(spec.comb_options)}
+    if spec.iterated:
+        attrs |= {"early_stop": c.early_stop, "eps": c.hc_eps, "iters": c.iters}
+        if c.iterations_out:
+            made["iterations"] = at(site, "iterations")
+    kind = "sinkhorn" if spec.iterated else "comb"
+    b.add(at(site, kind), kind, dict(logits), made, attrs)
+
+
+def _collapse(b: Builder, x: str, pre: str, site: str) -> None:
+    """y by given gates, or stream 0 where there are none; norm and quant if asked for."""
+    c = b.config
+    spec = find_model(c.model)
+    y, z = at(site, "y"), at(site, "z")
+    if pre:
+        b.add(at(site, "collapse"), "collapse", {"x": x, "pre": pre}, {"y": y})
+    else:
+        b.add(at(site, "first"), "first", {"x": x}, {"y": y})
     if c.norm:
         operands = {"y": y}
         if spec.norm_weight:

@@ -427,4 +427,6 @@ def evaluate(
         return {"y": mean(o["x"])}
     if kind == "sum":
         return {"y": total(o["x"])}
+    if kind == "first":
+        return {"y": o["x"][:, 0]}
     raise ValueError(f"stage {stage.name} has unknown kind {kind!r}")

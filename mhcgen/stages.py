@@ -13,6 +13,8 @@ from mhcgen.ir import Dim
 
 #: Shapes of slots; T, n, H, R, L, G are the symbols of `mhcgen.ir`, M is one of `LOCAL`.
 STREAMS: tuple[Dim, ...] = ("T", "n", "H")
+#: Streams whose memory has the streams of a column side by side; fits any slot of shape STREAMS.
+STREAM_LAST: tuple[Dim, ...] = ("T", "H", "n")
 COLUMNS: tuple[Dim, ...] = ("T", "H")
 MIXES: tuple[Dim, ...] = ("T", "R")
 #: What a projection gives: R mixes at a site, n at a gated head.
@@ -177,6 +179,22 @@ KINDS: dict[str, StageKind] = {
             (("y", COLUMNS),),
             (),
             "y[t,h] = (sum_c x[t,c,h]) / n",
+        ),
+        StageKind(
+            "sum",
+            "column",
+            (("x", STREAMS),),
+            (("y", COLUMNS),),
+            (),
+            "y[t,h] = sum_c x[t,c,h]",
+        ),
+        StageKind(
+            "first",
+            "column",
+            (("x", STREAMS),),
+            (("y", COLUMNS),),
+            (),
+            "y[t,h] = x[t,0,h]",
         ),
     )
 }

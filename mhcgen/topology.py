@@ -26,8 +26,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from mhcgen.build import EXITS, MAX_HIDDEN, MAX_ITERS, MAX_LAYERS, MAX_STREAMS, Config, configure
+from mhcgen.build import MAX_HIDDEN, MAX_ITERS, MAX_LAYERS, MAX_STREAMS, Config, configure
 from mhcgen.errors import InputError
+from mhcgen.models import EXITS
 from mhcgen.models import model as find_model
 
 #: Keys of a table of `layers`; at the top they hold for every layer.

@@ -15,6 +15,7 @@ from __future__ import annotations
 from mhcgen.build import Config, origin
 from mhcgen.chain import Builder, between, branch, head_chain, post, pre_chain, tail_results
 from mhcgen.ir import Program
+from mhcgen.models import model as find_model
 
 #: The two sites of a layer, in the order they run.
 SITES = ("attn", "ffn")
@@ -34,16 +35,22 @@ def build_trunk(config: Config) -> Program:
     x = "x"
     results: list[str] = []
     sites = site_names(config.layers)
+    pre_prev = ""
     for site in sites:
-        pre_chain(b, x, site=site)
+        pre_chain(b, x, site=site, pre_prev=pre_prev)
+        pre_prev = f"{site}.pre"
         branch(b, site)
         x = post(b, x, site=site)
         if site != sites[-1]:
             x, found = between(b, x, site=site)
             results += found
         results += [name for name in tail_results(config, site) if not name.endswith(".z")]
-    if config.exit == "mean":
-        b.add("exit.mean", "mean", {"x": x}, {"y": "y"})
+    if find_model(config.model).delayed_pre and config.exit != "pre":
+        results.append(pre_prev)  # made for a site that does not come
+    if config.exit in ("mean", "sum"):
+        b.add(f"exit.{config.exit}", config.exit, {"x": x}, {"y": "y"})
+    elif config.exit == "pre":
+        b.add("exit.collapse", "collapse", {"x": x, "pre": pre_prev}, {"y": "y"})
     else:
         head_chain(b, x, site="head")
     return b.finish((*results, "y"), origin(config))

@@ -91,6 +91,15 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
             path=("branch",),
         ),
     ),
+    "F-TAP": (
+        Example(
+            "an auxiliary reader of the streams between two sites",
+            lambda: build(scope="boundary", hidden=8, extra=("tap",)),
+            {"fuse": "boundary"},
+            because="tap reads x_next between post and rowsq, so it must exist before they go on",
+            path=("post", "tap"),
+        ),
+    ),
     "F-UNKNOWN": (
         Example("no such stage", program, {"fuse": "median"}, because="there is no stage or preset 'median'"),
         Example("an empty group", program, {"fuse": "mean,"}, because="there is no stage or preset ''"),

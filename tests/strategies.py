@@ -177,6 +177,7 @@ def legal_groups(draw: st.DrawFn, made: Program) -> tuple[tuple[str, ...], ...]:
     key = {s.name: draw(st.integers(0, 9)) for s in made.stages}
     order = nx.lexicographical_topological_sort(made.graph, key=lambda name: f"{key[name]}{name}")
     groups: list[list[str]] = [[]]
+    tapped = {tensor for tap in made.stages_of_kind("tap") for tensor in tap.reads}
     for name in order:
         if made.stage(name).kind in OPAQUE_KINDS:
             groups.append([])
@@ -184,6 +185,8 @@ def legal_groups(draw: st.DrawFn, made: Program) -> tuple[tuple[str, ...], ...]:
             if draw(st.integers(0, 3)) == 0:
                 groups.append([])
             groups[-1].append(name)
+            if any(tensor in tapped for tensor in made.stage(name).writes):
+                groups.append([])  # streams that a tap reads are not kept inside a kernel
     return tuple(tuple(group) for group in groups if group)
 
 

@@ -71,7 +71,7 @@ def test_a_trunk_projects_for_itself() -> None:
     assert caught.value.code == "U-PROJECTION"
 
 
-@pytest.mark.parametrize(("field", "value"), [("layers", 0), ("layers", 1025), ("layers", True), ("exit", "sum")])
+@pytest.mark.parametrize(("field", "value"), [("layers", 0), ("layers", 1025), ("layers", True), ("exit", "last")])
 def test_layers_and_exit_are_checked(field: str, value: object) -> None:
     with pytest.raises(UsageError, match=field):
         small("trunk", **{field: value})
@@ -163,11 +163,13 @@ def test_site_is_refused_with_the_branch_as_witness() -> None:
     assert caught.value.code == "F-ESCAPE" and "0.attn.branch" in caught.value.notes[0]
 
 
-def test_an_engram_between_sites_refuses_the_boundary_and_a_tap_does_not() -> None:
+def test_an_engram_or_a_tap_between_sites_refuses_the_boundary() -> None:
     with pytest.raises(RefusedError) as caught:
         groups(small("trunk", extra=("engram",)), "boundary")
     assert caught.value.code == "F-ESCAPE" and "0.attn.engram" in caught.value.notes[0]
-    assert len(groups(small("trunk", extra=("tap",)), "boundary")) == 3
+    with pytest.raises(RefusedError) as caught:
+        groups(small("trunk", extra=("tap",)), "boundary")
+    assert caught.value.code == "F-TAP" and "0.attn.post -> 0.attn.tap" in caught.value.notes[0]
     assert groups(small("trunk", extra=("engram",)), "pre")
 
 
