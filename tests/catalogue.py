@@ -185,6 +185,15 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
             "sm_80 has no clusters",
         ),
     ),
+    "L-DEPENDENT": (
+        Example(
+            "an architecture before dependent launch",
+            lambda: program(*chain()),
+            {"dependent": True, "arch": "sm_80"},
+            "launch",
+            "sm_80 has no dependent launch",
+        ),
+    ),
     "L-THREADS": (
         Example(
             "no multiple of a warp",
