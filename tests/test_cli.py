@@ -320,7 +320,7 @@ def test_no_stdout_at_all_is_fine() -> None:
     "words",
     [
         ["emit", "--streams", "4", "--fuse", "pre"],
-        ["emit", "--fuse", "boundary", "--norm", "--quant", "fp8", "--with", "tap", "--dtype", "bf16"],
+        ["emit", "--fuse", "boundary", "--norm", "--quant", "fp8", "--dtype", "bf16"],
         ["explain", "--scope", "trunk", "--graph", "svg"],
     ],
 )
@@ -349,7 +349,8 @@ def test_what_was_emitted_before_does_not_show(mhcgen: Cli) -> None:
         ["--fuse", "pre"],
         ["--model", "glm-5.3-flash", "--streams", "3", "--hidden", "7", "--fuse", "gates+sinkhorn"],
         ["--fuse", "pre-norm-quant", "--quant-pow2", "--threads", "128", "--placement", "row", "--sync", "block"],
-        ["--fuse", "boundary", "--with", "tap", "--rms-eps", "1e-5", "--dtype", "bf16", "--slab", "global"],
+        ["--fuse", "boundary", "--rms-eps", "1e-5", "--dtype", "bf16", "--slab", "global"],
+        ["--fuse", "rowsq+gates", "--with", "engram", "--with", "tap"],
         ["--scope", "boundary", "--projection", "external", "--fuse", "none", "--arch", "100a"],
         ["--fuse", "pre", "--mix-warp", "shared", "--scalar", "--stamps", "--early-stop", "--iters", "5"],
     ],

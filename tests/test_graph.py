@@ -24,7 +24,8 @@ CASES: dict[str, dict[str, Any]] = {
     "unfused": {},
     "pre": {"fuse": "pre"},
     "groups": {"fuse": "gates+sinkhorn"},
-    "boundary": {"fuse": "boundary", "extra": "tap"},
+    "boundary": {"fuse": "boundary"},
+    "readers": {"fuse": "rowsq+gates", "extra": "engram,tap"},
     "site": {"scope": "site", "fuse": "pre"},
     "trunk": {"scope": "trunk", "fuse": "boundary", "layers": 2},
 }

@@ -225,7 +225,7 @@ def asked_of(given: dict[str, Any]) -> Asked:
 def takes_request(verb: Callable[..., None]) -> Callable[..., None]:
     """A verb whose parameter `asked` is filled from the shared options, which come before its own."""
     own = inspect.signature(verb, eval_str=True).parameters
-    names = {parameter.name for parameter in SHARED}
+    names = tuple(parameter.name for parameter in SHARED)
 
     def wrapper(**values: Any) -> None:
         given = {name: values.pop(name) for name in names}
