@@ -24,7 +24,7 @@ ASKED = "asked"
 PLACEMENTS = ("shared", "row", "element", "registers")
 V3_THREADS = (128, 256, 512, 1024)
 V4_THREADS = (256, 512, 1024)
-CLUSTERS = (2, 4, 8)
+CLUSTERS = (2, 4, 8, 16)
 #: Stages whose neighbours are tried as explicit groups; a trunk repeats itself after that.
 GROUPED_STAGES = 8
 
@@ -86,6 +86,7 @@ def candidates(program: Program, options: Options) -> Iterator[Arm]:
     for blocks in CLUSTERS:
         yield Arm(f"cluster.{blocks}", replace(fused, cluster=blocks), f"a token's columns over {blocks} blocks")
     yield Arm("stamped", replace(options, stamps=True), "asked, with time stamps")
+    yield Arm("dependent", replace(options, dependent=True), "asked, for dependent launch")
     if any(stage.attr("early_stop") for stage in program.stages_of_kind("sinkhorn")):
         yield Arm("full-loop", options, "asked, without early stop", full_loop=True)
     yield Arm("scalar", replace(options, scalar=True), "asked, element loads, on misaligned arrays", True)
