@@ -60,6 +60,7 @@ def project(context: Context, stage: Stage) -> None:
     x, mixes = stage.operand("x"), stage.result("mixes")
     rows = context.elements(mixes)
     part = context.share(f"s_{identifier(mixes)}_part", "float", rows * context.kernel.data_warps)
+    own = context.kernel.warps == rows == 1  # then lane 0 alone writes the one partial sum and reads it
     source, reads, declares = context.streams(x)
     fields = context.column_fields()
     context.step(
@@ -67,7 +68,7 @@ def project(context: Context, stage: Stage) -> None:
         "partial",
         "project_partial",
         "data",
-        (*reads, Access(part, True)),
+        (*reads, Access(part, True, own=own)),
         declares,
         part=part,
         fn=context.row(stage.operand("fn")),
@@ -84,7 +85,7 @@ def project(context: Context, stage: Stage) -> None:
         "total",
         "project_total",
         "mix",
-        (Access(part, False), *context.small_accesses(mixes, own=True)),
+        (Access(part, False, own=own), *context.small_accesses(mixes, own=True)),
         part=part,
         rows=rows,
         warps=context.kernel.data_warps,
