@@ -1,0 +1,255 @@
+"""One measuring session: every table of docs/measurements, as JSON files under a folder, in about six minutes.
+
+    PYTHONPATH=. python3 benchmarks/session.py OUT [--only decode,prefill] [--seconds 360] [--dry]
+
+A figure that cannot be taken is a row with its error, and the session goes on; after `--seconds` the rest is left
+out and said so. `--dry` runs the same code on the CPU executor at tiny sizes, with a clock that measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mhcgen.bench.cases import CASES, PROJECTED, case
+from mhcgen.bench.device import Device, Dry, Gpu
+from mhcgen.bench.facts import facts
+from mhcgen.bench.floor import measure_floor
+from mhcgen.bench.measure import Bench, Case, Row
+from mhcgen.bench.precompile import precompile
+from mhcgen.ir import Program
+from mhcgen.plan import Options
+
+FAST = {"functions": "fast", "sumsq": "fp32"}
+IEEE = {"functions": "ieee", "sumsq": "fp32"}
+SEED = {"functions": "ieee", "sumsq": "fp64"}
+CLUSTER = {"cluster": 16}
+#: What `finish` wants where tokens are many: the block's registers hold no slab, so more blocks fit an SM.
+PREFILL = {"slab": "global", "threads": 256, "mix_warp": "shared"}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large a session is."""
+
+    hidden: int
+    wide: int
+    decode: tuple[int, ...]
+    prefill: tuple[int, ...]
+    others: tuple[int, ...] = (2, 8)
+
+
+FULL = Sizes(4096, 7168, (1, 8, 64), (512, 4096, 16384))
+TINY = Sizes(512, 768, (1, 3), (70,), (2,))
+
+
+@dataclass
+class Session:
+    """What one section works with.
+
+    Args:
+        name: of the section.
+        head: facts of the device, the start of its file.
+        deadline: of `time.monotonic`; later figures are left out.
+        found: what the file holds so far; it is written after every row, so that a hang loses one figure.
+    """
+
+    name: str
+    device: Device
+    bench: Bench
+    sizes: Sizes
+    out: Path
+    head: dict[str, Any]
+    deadline: float
+    found: dict[str, Any] = field(default_factory=dict)
+
+    def rows(self, wanted: Iterable[tuple[Case, int, dict[str, Any]]], key: str = "rows") -> None:
+        """A row for each wanted figure, appended under a key of the file."""
+        rows = self.found.setdefault(key, [])
+        for one, tokens, how in wanted:
+            if time.monotonic() > self.deadline:
+                rows.append({"what": one.what, "note": one.note, "T": tokens, "error": "out of time"})
+                continue
+            rows.append(self.bench.attempt(one, tokens, **how))
+            self.save()
+            print(short(rows[-1]), flush=True)
+
+    def save(self) -> None:
+        """Write the file as it stands."""
+        text = json.dumps({**self.head, "section": self.name, **self.found}, indent=1, allow_nan=False)
+        (self.out / f"{self.name}.json").write_text(text + "\n")
+
+
+def subject(row: Row) -> str:
+    """What a row is about, but for its token count."""
+    name = f"{row['what']} {row.get('note', '')}".strip()
+    n, hidden, functions, sumsq = (row.get(key, "-") for key in ("n", "H", "class", "sumsq"))
+    return f"{name:28.28s} n={n} H={hidden} {functions}/{sumsq}"
+
+
+def short(row: Row) -> str:
+    """One line for a row."""
+    if "error" in row:
+        return f"{subject(row)} T={row['T']}: {row['error']}"
+    return f"{subject(row)} T={row['T']}: {row['us']:.3f} us (floor {row['floor_us']:.3f}, {row['GB_s']} GB/s)"
+
+
+def pivot(rows: list[Row]) -> list[str]:
+    """Rows with one column a token count: time / floor, microseconds; errors below."""
+    lines: dict[str, list[str]] = {}
+    errors: list[str] = []
+    for row in rows:
+        cell = "-" if "error" in row else f"{row['us']:.2f}/{row['floor_us']:.2f}"
+        lines.setdefault(subject(row), []).append(f"T{row['T']} {cell}")
+        if "error" in row:
+            errors.append(f"! {short(row)}"[:160])
+    return [f"{name:52s} {'  '.join(cells)}" for name, cells in lines.items()] + errors[:12]
+
+
+def decode_cases(sizes: Sizes) -> list[tuple[Case, int, dict[str, Any]]]:
+    """Issue 5's table: every case, both classes, both hidden sizes; other stream counts for finish and pre."""
+    found: list[tuple[Case, int, dict[str, Any]]] = []
+    for hidden, classes in ((sizes.hidden, (FAST, IEEE, SEED)), (sizes.wide, (FAST, IEEE))):
+        for arithmetic in classes:
+            for what in CASES:
+                if what == "post" and arithmetic is not FAST:
+                    continue  # post computes the same in every class
+                one = case(what, CLUSTER if what in PROJECTED else {}, dtype="bf16", hidden=hidden, **arithmetic)
+                found += [(one, tokens, {}) for tokens in sizes.decode]
+    for n in sizes.others:
+        for what in ("finish", "pre", "post"):
+            schedule = CLUSTER if what in PROJECTED else {}
+            one = case(what, schedule, dtype="bf16", hidden=sizes.hidden, streams=n, **FAST)
+            found += [(one, tokens, {}) for tokens in sizes.decode]
+    return found
+
+
+def prefill_cases(sizes: Sizes) -> list[tuple[Case, int, dict[str, Any]]]:
+    """Many tokens: finish both ways, post, and the forms of pre."""
+    found: list[tuple[Case, int, dict[str, Any]]] = []
+    for arithmetic in (FAST, IEEE):
+        common: dict[str, Any] = {"dtype": "bf16", "hidden": sizes.hidden, **arithmetic}
+        forms = [
+            case("finish", PREFILL, "prefill", **common),
+            case("finish", {}, "decode", **common),
+            case("finish+norm+quant", PREFILL, "prefill", **common),
+            case("pre", CLUSTER, "cluster", **common),
+            case("pre", {"fuse": "project,rowsq+gates+sinkhorn+collapse", **PREFILL}, "2 launches", **common),
+        ]
+        if arithmetic is FAST:
+            forms.append(case("post", {}, **common))
+        found += [(one, tokens, {}) for tokens in sizes.prefill for one in forms]
+    return found
+
+
+Section = Callable[[Session], None]
+
+
+def decode(session: Session) -> None:
+    """The decode table, and some cases again with nothing in the L2."""
+    session.rows(decode_cases(session.sizes))
+    session.bench = Bench(session.device, session.bench.floor, cold=True)
+    common: dict[str, Any] = {"dtype": "bf16", "hidden": session.sizes.hidden, **FAST}
+    for what in ("finish", "pre", "boundary"):
+        one = case(what, CLUSTER if what in PROJECTED else {}, "cold", **common)
+        session.rows([(one, session.sizes.decode[0], {})])
+
+
+def prefill(session: Session) -> None:
+    """The prefill table."""
+    session.rows(prefill_cases(session.sizes))
+
+
+SECTIONS: dict[str, Section] = {"decode": decode, "prefill": prefill}
+
+
+def to_compile(sizes: Sizes, names: list[str]) -> list[tuple[Program, Options]]:
+    """Plans that the sections load, baselines included."""
+    cases = [one for one, _, _ in decode_cases(sizes)] if "decode" in names else []
+    cases += [one for one, _, _ in prefill_cases(sizes)] if "prefill" in names else []
+    return [pair for one in cases for pair in ((one.program, one.options), (one.program, Options()))]
+
+
+def run_section(name: str, out: Path, dry: bool, seconds: float) -> None:
+    """One section, in this process."""
+    started = time.monotonic()
+    device: Device = Dry() if dry else Gpu()
+    floor = measure_floor(device)
+    head = facts(device, floor)
+    session = Session(name, device, Bench(device, floor), TINY if dry else FULL, out, head, started + seconds)
+    try:
+        SECTIONS[name](session)
+    except Exception as error:
+        session.found["error"] = f"{type(error).__name__}: {error}"
+        session.found["traceback"] = traceback.format_exc().splitlines()[-12:]
+        raise
+    finally:
+        session.found["seconds"] = round(time.monotonic() - started, 1)
+        session.save()
+
+
+def child(name: str, given: argparse.Namespace, seconds: float) -> str:
+    """One section in a process of its own, so that a fault or a hang ends no other; returns what failed."""
+    words = [sys.executable, __file__, str(given.out), "--section", name, "--seconds", f"{seconds:.0f}"]
+    try:
+        # Past its own deadline a section may finish one figure; longer than that, it hangs.
+        code = subprocess.run([*words, *(["--dry"] if given.dry else [])], timeout=seconds + 20).returncode
+    except subprocess.TimeoutExpired:
+        return f"{name}: hangs, stopped"
+    return f"{name}: exit code {code}" if code else ""
+
+
+def summary(out: Path, names: list[str]) -> list[str]:
+    """The tables of every file, short."""
+    lines: list[str] = []
+    for name in names:
+        path = out / f"{name}.json"
+        if not path.is_file():
+            continue
+        found = json.loads(path.read_text())
+        lines.append(f"== {name}: {found['gpu']}, copy {found['copy_TB_s']} TB/s, null {found['null_us']} us")
+        lines += pivot(found.get("rows", []))
+        lines += [f"! {found['error']}"] if "error" in found else []
+    return lines
+
+
+def main() -> int:
+    """Run the session, or one section of it; the exit code is the number of sections that ended early."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, in this order")
+    parser.add_argument("--seconds", type=float, default=360.0, help="for the whole session")
+    parser.add_argument("--dry", action="store_true", help="no GPU: tiny sizes, a clock that measures nothing")
+    parser.add_argument("--section", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    if given.section:
+        run_section(given.section, given.out, given.dry, given.seconds)
+        return 0
+    deadline = time.monotonic() + given.seconds
+    names = [name for name in given.only.split(",") if name]
+    unknown = [name for name in names if name not in SECTIONS]
+    if unknown:
+        parser.error(f"no section {unknown[0]}; there are {', '.join(SECTIONS)}")
+    if not given.dry:
+        print("compiled:", precompile(to_compile(FULL, names), "sm_90"), flush=True)
+    failed = []
+    for name in names:
+        # Below a few seconds nothing gets measured, but the file then says so.
+        failed.append(child(name, given, max(5.0, deadline - time.monotonic())))
+    print("\n".join(summary(given.out, names)))
+    failed = [what for what in failed if what]
+    print(f"{given.seconds - (deadline - time.monotonic()):.0f} s; failed: {', '.join(failed) or 'nothing'}")
+    return len(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
