@@ -131,8 +131,9 @@ def functions(program: Program, chunk: int, scalar: bool) -> tuple[Function, ...
     for dtype in ("fp32", "bf16", "fp16", "int8", "fp8_e4m3"):
         found += _memory_functions(dtype, chunk, scalar)
     for dtype, narrow in NARROW.items():
-        fields = {"dtype": dtype, "ctype": CTYPES[dtype], "narrow": narrow}
-        found += [Function(f"mhc_{name}_last_{dtype}", f"io/{name}_last.cu.j2", fields) for name in ("load", "store")]
+        fields = {"dtype": dtype, "ctype": CTYPES[dtype]}
+        found.append(Function(f"mhc_load_last_{dtype}", "io/load_last.cu.j2", fields))
+        found.append(Function(f"mhc_store_last_{dtype}", "io/store_last.cu.j2", {**fields, "narrow": narrow}))
     return tuple(found)
 
 

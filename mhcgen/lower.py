@@ -14,6 +14,7 @@ import numpy as np
 
 from mhcgen._version import __version__
 from mhcgen.backends.signature import KernelSignature, Param
+from mhcgen.errors import InternalError
 from mhcgen.functions import CTYPES, INCLUDES, Function, functions
 from mhcgen.ir import Tensor
 from mhcgen.log import Hazard
@@ -368,8 +369,16 @@ def _literal(value: Any) -> Any:
 
 
 def float_literal(value: float) -> str:
-    """Shortest decimal that reads back as this float32, with suffix f."""
-    text = str(np.float32(value))
+    """Shortest decimal that reads back as this float32, with suffix f.
+
+    Raises:
+        InternalError: `X-LITERAL`, infinities and NaN have no literal; the verifier lets none through.
+    """
+    with np.errstate(over="ignore"):
+        number = np.float32(value)
+    if not np.isfinite(number):
+        raise InternalError("X-LITERAL", f"{value!r} has no float literal")
+    text = str(number)
     if "e" not in text and "." not in text:
         text += ".0"
     return f"{text}f"

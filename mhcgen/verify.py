@@ -244,8 +244,8 @@ def dtypes_fit_the_slots(program: Program) -> Iterator[str]:
                     "fits there"
                 )
         dtypes = {by_name[name].dtype for name in (*stage.reads, *stage.writes) if name in by_name}
-        if stage.kind == "expand" and len(dtypes) > 1:
-            yield f"stage {stage.name}: an expand copies, so its dtypes cannot be {' and '.join(sorted(dtypes))}"
+        if stage.kind in ("expand", "first") and len(dtypes) > 1:
+            yield f"stage {stage.name}: {stage.kind} copies, so its dtypes cannot be {' and '.join(sorted(dtypes))}"
 
 
 def _fitting(stage: Stage, slot: str, shape: tuple[Dim, ...]) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ MAX_STREAMS = 5
 def _steps(stage: Stage, n: int) -> DirectMap:
     count = math.factorial(n)
     # exp twice over, sums of n! and (n-1)! terms in order, division
-    fields = (("n", n), ("permutations", count), ("tables", _tables(n)))
+    fields = (("permutations", count), ("tables", _tables(n)))
     return DirectMap("functions/comb_birkhoff.cu.j2", fields, 0.0 if count == 1 else 10.0 + 2.0 * count)
 
 

@@ -248,7 +248,8 @@ def _column_sinks(
     fields, accesses, declares = context.column_sinks(tensor)
     swap = {"columns/column_to_global.cu.j2": "columns/cluster_column_to_global.cu.j2"}
     fields["sinks"] = tuple(swap.get(sink, sink) for sink in fields["sinks"])
-    fields["out"] = context.first_row(tensor)
+    if "out" in fields:
+        fields["out"] = context.first_row(tensor)
     return fields, accesses, declares
 
 

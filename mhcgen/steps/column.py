@@ -29,22 +29,23 @@ def expand(context: Context, stage: Stage) -> None:
         reads + _stream_writes(context, target),
         declares + _stream_declares(context, target),
         n=context.n,
-        sinks=_stream_sinks(context, target),
-        out=context.row(target),
-        out_registers=context.registers(target),
-        store=f"mhc_store_{context.dtype(target)}",
+        **_stream_sinks(context, target),
         **source,
         **context.column_fields(),
     )
 
 
-def _stream_sinks(context: Context, tensor: str) -> tuple[str, ...]:
+def _stream_sinks(context: Context, tensor: str) -> dict[str, Any]:
+    """Fields of a step that writes chunks of a stream tensor."""
     in_thread = context.place(tensor).space == "thread"
     sinks = ("columns/stream_to_registers.cu.j2",) * in_thread
+    fields: dict[str, Any] = {"out_registers": context.registers(tensor)} if in_thread else {}
     if not in_thread or context.plan.escapes(context.kernel, tensor):
-        last = context.last(tensor)
-        sinks += (f"columns/stream{last}_to_global{last and f'_{context.dtype(tensor)}'}.cu.j2",)
-    return sinks
+        dtype, last = context.dtype(tensor), context.last(tensor)
+        sinks += (f"columns/stream{last}_to_global{last and f'_{dtype}'}.cu.j2",)
+        fields["out"] = context.row(tensor)
+        fields |= {} if last else {"store": f"mhc_store_{dtype}"}
+    return {"sinks": sinks, **fields}
 
 
 def _stream_writes(context: Context, tensor: str) -> tuple[Access, ...]:
@@ -163,6 +164,7 @@ def quant(context: Context, stage: Stage) -> None:
     source, reads, declares = context.column_source(stage.operand("z"))
     scheme = stage.attr("scheme") + ("_pow2" if stage.attr("pow2") else "")
     inside = run >= group
+    span = {"group_chunks": group // context.columns.chunk} if inside else {"lanes": group // run}
     context.step(
         stage,
         "columns",
@@ -171,12 +173,9 @@ def quant(context: Context, stage: Stage) -> None:
         reads,
         declares,
         group=group,
-        group_chunks=max(1, group // context.columns.chunk),
-        groups=-(-context.hidden // group),
-        lanes=max(1, group // run),
+        **span,
         quantise=f"mhc_quantise_{stage.attr('scheme')}",
         scale_of=f"mhc_scale_{scheme}",
-        inverse_of="mhc_inverse_scale",
         store=f"mhc_store_{context.dtype(stage.result('q'))}",
         q=context.row(stage.result("q")),
         q_scale=context.row(stage.result("q_scale")),
@@ -212,10 +211,7 @@ def post(context: Context, stage: Stage) -> None:
         comb=context.gate_source(comb),
         **gates_fields,
         n=context.n,
-        sinks=_stream_sinks(context, target),
-        out=context.row(target),
-        out_registers=context.registers(target),
-        store=f"mhc_store_{context.dtype(target)}",
+        **_stream_sinks(context, target),
         round=f"mhc_round_{context.dtype(target)}",
         **source,
         **branch,

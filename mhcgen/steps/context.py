@@ -137,7 +137,6 @@ class Context:
         """Fields every column step has."""
         c = self.columns
         return {
-            "run": c.run,
             "chunk": c.chunk,
             "chunks": c.chunks,
             "unroll": 1,
@@ -215,23 +214,16 @@ class Context:
     def column_sinks(self, tensor: str) -> tuple[dict[str, Any], tuple[Access, ...], tuple[Declare, ...]]:
         """Fields, accesses and declarations of a step that writes chunks of a [T, H] tensor."""
         sinks: list[str] = []
+        fields: dict[str, Any] = {"round": f"mhc_round_{self.dtype(tensor)}"}
         accesses: tuple[Access, ...] = ()
         declares: tuple[Declare, ...] = ()
         in_thread = self.place(tensor).space == "thread"
         if in_thread:
             sinks.append("columns/column_to_registers.cu.j2")
+            fields["out_registers"] = self.registers(tensor)
             declares = (self.declare_column(tensor),)
         if not in_thread or self.plan.escapes(self.kernel, tensor):
             sinks.append("columns/column_to_global.cu.j2")
+            fields |= {"store": f"mhc_store_{self.dtype(tensor)}", "out": self.row(tensor)}
             accesses = (Access(f"global:{tensor}", True, own=True),)
-        return (
-            {
-                "sinks": tuple(sinks),
-                "store": f"mhc_store_{self.dtype(tensor)}",
-                "round": f"mhc_round_{self.dtype(tensor)}",
-                "out": self.row(tensor),
-                "out_registers": self.registers(tensor),
-            },
-            accesses,
-            declares,
-        )
+        return {"sinks": tuple(sinks), **fields}, accesses, declares
