@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -192,35 +192,12 @@ class CudaModule:
         return Arch(own, wanted.suffix if exact or family else "").name
 
     def _load_exact(self, device: int) -> dict[str, Function]:
-        target = self._target(device)
-        compiled = nvrtc.compile(self.source, target, name=self.name, max_major=self._max_major)
+        compiled, functions = load_exact(
+            self._driver, device, self.source, self.kernels, name=self.name, target=self._target(device)
+        )
         self.notes += tuple(note for note in compiled.notes if note not in self.notes)
-        self._check_signatures(compiled.ptx)
-        key = (self._driver.process, device, hashlib.sha256(compiled.image).digest())
-        with _modules_lock:
-            if key not in _modules:
-                _modules[key] = self._driver.load_module(device, compiled.image)
         self._compiled[device] = compiled
-        return {name: self._driver.function(device, _modules[key], name) for name in self.kernels}
-
-    def _check_signatures(self, ptx: str) -> None:
-        # A signature that differs from the text would make the kernel read arguments that nobody wrote.
-        functions = parse(ptx)
-        for name, signature in self.kernels.items():
-            if name not in functions:
-                continue
-            wanted = [_PTX_TYPES["uint64" if param.is_pointer else param.dtype.name] for param in signature.params]
-            found = functions[name].params
-            if len(found) != len(wanted) or any(kind not in kinds for kind, kinds in zip(found, wanted, strict=True)):
-                raise InternalError(
-                    "X-SIGNATURE",
-                    f"the signature of {name} is not that of its text.",
-                    where=name,
-                    notes=(
-                        "signature: " + ", ".join(param.ctype for param in signature.params),
-                        "compiled: " + ", ".join(found),
-                    ),
-                )
+        return functions
 
     def _load_by_cupy(self, device: int) -> dict[str, Function]:
         self._target(device)
@@ -332,6 +309,52 @@ class CudaModule:
                     f"grid {grid}, block {block}, dynamic shared {shared} bytes, cluster {cluster}, "
                     f"device {function.device}",
                     "a fault of an earlier kernel is reported by the first call after it",
+                ),
+            )
+
+
+def load_exact(
+    driver: Driver,
+    device: int,
+    source: str,
+    kernels: Mapping[str, KernelSignature],
+    *,
+    name: str,
+    target: str,
+) -> tuple[nvrtc.Compiled, dict[str, Function]]:
+    """Compile by NVRTC and load on a device, without CuPy: what was compiled, and the kernels by name.
+
+    Raises:
+        EnvironmentFault: `E-NO-NVRTC`, `E-NO-CUDA-HEADERS`.
+        CompileError: `E-COMPILE`.
+        LaunchError: `E-LOAD`.
+        InternalError: `X-SIGNATURE`, a signature is not that of the text.
+    """
+    compiled = nvrtc.compile(source, target, name=name, max_major=driver.version // 1000)
+    _check_signatures(kernels, compiled.ptx)
+    key = (driver.process, device, hashlib.sha256(compiled.image).digest())
+    with _modules_lock:
+        if key not in _modules:
+            _modules[key] = driver.load_module(device, compiled.image)
+    return compiled, {kernel: driver.function(device, _modules[key], kernel) for kernel in kernels}
+
+
+def _check_signatures(kernels: Mapping[str, KernelSignature], ptx: str) -> None:
+    # A signature that differs from the text would make the kernel read arguments that nobody wrote.
+    functions = parse(ptx)
+    for name, signature in kernels.items():
+        if name not in functions:
+            continue
+        wanted = [_PTX_TYPES["uint64" if param.is_pointer else param.dtype.name] for param in signature.params]
+        found = functions[name].params
+        if len(found) != len(wanted) or any(kind not in kinds for kind, kinds in zip(found, wanted, strict=True)):
+            raise InternalError(
+                "X-SIGNATURE",
+                f"the signature of {name} is not that of its text.",
+                where=name,
+                notes=(
+                    "signature: " + ", ".join(param.ctype for param in signature.params),
+                    "compiled: " + ", ".join(found),
                 ),
             )
 
