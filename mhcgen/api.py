@@ -21,6 +21,7 @@ def compile(
     cluster: int | None = None,
     dependent: bool = False,
     stamps: bool = False,
+    regime: str = "decode",
     stop_after: str | None = None,
 ) -> Plan:
     """Schedule a Program: fuse, place, sync, launch.
@@ -38,6 +39,7 @@ def compile(
         cluster: most blocks of a cluster, 1 for none; None chooses.
         dependent: emit for dependent launch (sm_90 and later), with its device-side wait.
         stamps: time stamps at phase borders.
+        regime: `decode` or `prefill`: what the schedule is chosen for, few tokens or many.
         stop_after: name of the pass after which to stop, to look at the Plan there.
 
     Returns:
@@ -67,5 +69,6 @@ def compile(
         cluster=cluster,
         dependent=dependent,
         stamps=stamps,
+        regime=regime,
     )
     return run_pipeline(program, options, stop_after=stop_after)

@@ -29,6 +29,7 @@ PLACEMENTS = ("auto", "shared", "row", "element", "registers")
 SYNCS = ("auto", "warp", "block")
 SLABS = ("auto", "registers", "global")
 MIX_WARPS = ("auto", "own", "shared")
+REGIMES = ("decode", "prefill")
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Options:
         scalar: use element loads where vectors would be legal (the twin for misaligned arrays).
         dependent: emit for dependent launch: parameters are read before the wait for the preceding launch.
         stamps: emit time stamps at phase borders.
+        regime: what the schedule is chosen for: `decode`, the latency of few tokens, or `prefill`, the rate of many.
     """
 
     fuse: str = "none"
@@ -60,6 +62,7 @@ class Options:
     cluster: int | None = None
     dependent: bool = False
     stamps: bool = False
+    regime: str = "decode"
 
 
 @dataclass(frozen=True)
@@ -183,11 +186,19 @@ class Step:
 
 @dataclass(frozen=True)
 class Loop:
-    """A counted loop around steps; `template` renders its head."""
+    """A counted loop around steps.
+
+    Args:
+        name: unique in the kernel.
+        count: times it runs.
+        body: its contents.
+        join: iteration before which its warp joins the cluster barrier it left earlier; -1 for none.
+    """
 
     name: str
     count: int
     body: tuple[Node, ...]
+    join: int = -1
 
 
 @dataclass(frozen=True)

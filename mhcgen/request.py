@@ -22,7 +22,7 @@ from mhcgen.plan import Options
 #: What each name is, in types. Numbers are checked by `configure` and the passes, which know their ranges.
 _TEXT = (
     "model", "dtype", "functions", "sumsq", "projection", "scope", "exit", "quant", "fuse", "arch", "placement",
-    "sync", "slab", "mix_warp",
+    "sync", "slab", "mix_warp", "regime",
 )
 _NUMBER = ("streams", "hidden", "layers", "iters", "rms_eps", "hc_eps", "norm_eps", "threads", "cluster")
 _SWITCH = ("norm", "quant_pow2", "early_stop", "iterations_out", "scalar", "stamps", "dependent")

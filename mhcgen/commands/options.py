@@ -26,7 +26,7 @@ from mhcgen.arithmetic import ACCUMULATORS, FUNCTION_SETS, PROJECTIONS
 from mhcgen.build import QUANTS, SCOPES, STREAM_DTYPES, Config
 from mhcgen.errors import UsageError
 from mhcgen.models import EXITS
-from mhcgen.plan import MIX_WARPS, PLACEMENTS, SLABS, SYNCS, Options, Plan
+from mhcgen.plan import MIX_WARPS, PLACEMENTS, REGIMES, SLABS, SYNCS, Options, Plan
 
 if TYPE_CHECKING:
     from mhcgen.ir import Program
@@ -191,6 +191,10 @@ SHARED: tuple[inspect.Parameter, ...] = (
         "slab", str, "--slab", _choice(SLABS), "Where the streams wait between square sum and collapse."
     ),
     _shared("mix_warp", str, "--mix-warp", _choice(MIX_WARPS), "Whether the mixes have a warp of their own."),
+    _shared(
+        "regime", str, "--regime", _choice(REGIMES),
+        "What the schedule is chosen for: few tokens, or many. Default decode.",
+    ),
     _shared("arch", str, "--arch", "sm_XX", "Target, of `mhcgen list archs`. Default sm_90."),
     _shared(
         "scalar", bool, "--scalar/--no-scalar", "",

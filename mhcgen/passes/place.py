@@ -22,7 +22,7 @@ from mhcgen.ir import Stage
 from mhcgen.log import Decision, LogEntry
 from mhcgen.passes.geometry import KEPT_COLUMNS, WORKING_REGISTERS, geometry, registers_per_thread
 from mhcgen.passes.refuse import refuse
-from mhcgen.plan import MIX_WARPS, PLACEMENTS, SLABS, SYNCS, Kernel, Options, Place, Plan
+from mhcgen.plan import MIX_WARPS, PLACEMENTS, REGIMES, SLABS, SYNCS, Kernel, Options, Place, Plan
 from mhcgen.stages import COMB_STAGES, KINDS
 from mhcgen.steps import expand_kernel
 
@@ -51,6 +51,7 @@ def _check_options(options: Options) -> None:
         ("sync", options.sync, SYNCS),
         ("slab", options.slab, SLABS),
         ("mix_warp", options.mix_warp, MIX_WARPS),
+        ("regime", options.regime, REGIMES),
     ):
         if value not in allowed:
             raise UsageError(
