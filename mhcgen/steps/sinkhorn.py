@@ -172,8 +172,8 @@ def _fetch_logits(context: Context, stage: Stage) -> None:
         lane_declares(context),
         early=not context.plan.made_in(context.kernel, logits),
         source=context.gate_source(logits),
-        n=context.n,
         elements=lane_fields(context)["elements"],
+        **({} if context.layout == "registers" else {"n": context.n}),
     )
 
 
