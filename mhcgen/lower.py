@@ -319,8 +319,7 @@ def _guarded(kernel: Kernel, role: str, nodes: list[Node]) -> list[EmitItem]:
     if plain or (role == "mix" and kernel.warps == 1):
         return texts
     if role == "gate":
-        suffix = "_leader" if kernel.cluster > 1 else ""
-        return [EmitItem(f"guards/gate{suffix}.cu.j2", {"warp": 0}, tuple(texts))]
+        return [EmitItem("guards/gate_leader.cu.j2", {"warp": 0}, tuple(texts))]
     if role == "data" and kernel.data_warps == kernel.warps:
         return texts
     if role == "mix" and kernel.cluster > 1:
