@@ -127,13 +127,9 @@ class Module:
         names = tensors_of(self.plan, kernel)
         args = [arrays[name] for name in names]
         scalar = self._misaligned(args)
-        blocks = kernel.columns.blocks if kernel.columns is not None else 1
-        grid = (tokens, blocks)
-        tail: list[Any] = [tokens]
+        grid, scalars = geometry(kernel, tokens)
+        tail: list[Any] = [*scalars]
         if kernel.cluster > 1:
-            per_cluster = kernel.tokens_per_cluster(tokens)
-            grid = (-(-tokens // per_cluster), blocks)
-            tail = [per_cluster, tokens]
             options["cluster"] = (1, kernel.cluster, 1)
         if kernel.phases:
             # One more stamp than phases for each team: where it starts.
@@ -271,6 +267,15 @@ def _dtype_hint(want: str, have: str) -> str:
     if want == "bf16" and have == "uint16":
         return "plain uint16 is never taken for bf16; use array.view(ml_dtypes.bfloat16) if that is what it holds"
     return f"convert it explicitly to {NUMPY_DTYPES[want].name}"
+
+
+def geometry(kernel: Kernel, tokens: int) -> tuple[tuple[int, int], tuple[int, ...]]:
+    """The grid of a launch, and the scalar arguments it ends with: tokens per cluster where there are any, tokens."""
+    blocks = kernel.columns.blocks if kernel.columns is not None else 1
+    if kernel.cluster == 1:
+        return (tokens, blocks), (tokens,)
+    per_cluster = kernel.tokens_per_cluster(tokens)
+    return (-(-tokens // per_cluster), blocks), (per_cluster, tokens)
 
 
 def launch_order(plan: Plan) -> tuple[Kernel | Stage, ...]:
