@@ -8,7 +8,7 @@ NONE = 0xFFFFFFFF
 
 READONLY, NEEDS_INIT, SHARED_STATIC, SHARED_DYNAMIC = 1, 2, 4, 8
 ACCESS_WRITE, ACCESS_ATOMIC = 1, 2
-WAIT_BLOCK, WAIT_WARP, WAIT_NAMED = 0, 1, 2
+WAIT_BLOCK, WAIT_WARP, WAIT_NAMED, WAIT_CLUSTER = 0, 1, 2, 3
 
 ORDERS = {"ascending": 0, "descending": 1, "random": 2, "warp-greedy": 3}
 
@@ -28,6 +28,8 @@ KINDS = {
 
 RULES = (
     "",
+    "remote-before-start",
+    "remote-after-exit",
     "barrier-lines",
     "barrier-kinds",
     "barrier-exited",
@@ -35,6 +37,9 @@ RULES = (
     "barrier-named-arguments",
     "barrier-named-counts",
     "barrier-named-partial",
+    "barrier-cluster-arrived-twice",
+    "barrier-cluster-not-arrived",
+    "barrier-cluster-lines",
     "mask-without-self",
     "mask-lines",
     "mask-lanes-absent",
@@ -46,6 +51,8 @@ RULES = (
     "oob-shared-guard",
     "oob-index",
     "oob-dynamic-guard",
+    "oob-rank",
+    "oob-map",
     "deadlock-waiting",
     "deadlock-spinning",
 )
@@ -98,12 +105,13 @@ class FindingRecord(c.Structure):
         ("size", c.c_uint32),
         ("mask", c.c_uint32),
         ("count", c.c_uint32),
-        ("unused", c.c_uint32),
+        ("owner", c.c_uint32),
     )
 
 
 class WaitRecord(c.Structure):
     _fields_ = (
+        ("block", c.c_uint32),
         ("warp", c.c_uint32),
         ("lanes", c.c_uint32),
         ("kind", c.c_uint32),
@@ -140,5 +148,5 @@ class LaunchRecord(c.Structure):
         ("wait_capacity", c.c_uint32),
         ("wait_count", c.c_uint32),
         ("completed", c.c_uint32),
-        ("unused", c.c_uint32),
+        ("cluster", c.c_uint32),
     )

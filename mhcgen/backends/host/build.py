@@ -199,6 +199,8 @@ def _flags(cxx: Compiler, opt: str) -> tuple[str, ...]:
     ]
     if platform.machine() == "x86_64":
         flags.append("-fcf-protection=none")  # a shadow stack would not survive our stack switch
+        if cxx.family == "gcc":
+            flags.append("-mtls-dialect=gnu")  # the one that module_map.h builds on; clang's default
     if cxx.family == "zig":
         flags += ["-fno-sanitize=undefined", "-mcpu=baseline"]  # zig's defaults are UBSan and the native CPU
     return tuple(flags)

@@ -1,7 +1,7 @@
 // What to say when live threads remain and none can run.
 #pragma once
 
-#include "sync.h"
+#include "cluster.h"
 
 static bool same_wait(const Fiber* a, const Fiber* b) {
   if (a->state != b->state || line_of_wait(a) != line_of_wait(b)) return false;
@@ -23,9 +23,14 @@ static void list_waits(Cta* cta) {
         if (same_wait(first, other)) together |= 1u << other->lane();
       }
       MhcWait& row = request->waits[request->wait_count++];
-      row = {warp, together, MHC_WAIT_WARP, first->warp_call.op, first->warp_call.mask,
-             static_cast<uint32_t>(line_of_wait(first)), first->call_site};
-      if (first->state != State::InWarpOperation) {
+      const bool alone = cta->launch->cluster.size == 1;
+      row = {alone ? MHC_NONE : static_cast<uint32_t>(cta->linear), warp, together, MHC_WAIT_WARP,
+             first->warp_call.op, first->warp_call.mask, static_cast<uint32_t>(line_of_wait(first)),
+             first->call_site};
+      if (first->state == State::AtClusterBarrier) {
+        row.kind = MHC_WAIT_CLUSTER;
+        row.op = row.mask = 0;
+      } else if (first->state != State::InWarpOperation) {
         const bool named = first->state == State::AtNamedBarrier;
         row.kind = named ? MHC_WAIT_NAMED : MHC_WAIT_BLOCK;
         row.op = first->block_call.op;
@@ -62,14 +67,18 @@ static void report_absent_lanes(Cta* cta, unsigned warp) {
   }
 }
 
-static void report_deadlock(Cta* cta) {
-  for (unsigned warp = 0; warp < cta->warp_count; ++warp) report_absent_lanes(cta, warp);
+static void report_deadlock(Launch* launch) {
+  const Cluster& cluster = launch->cluster;
   MhcFinding finding = blank_finding(MHC_DEADLOCK, MHC_DEADLOCK_WAITING);
-  for (unsigned i = cta->threads; i-- > 0;) {
-    if (cta->fibers[i].state == State::Done) continue;
-    put_call(finding, 0, &cta->fibers[i], line_of_wait(&cta->fibers[i]));
+  finding.value = cluster.live;
+  for (unsigned rank = cluster.size; rank-- > 0;) {
+    Cta* cta = &cluster.ctas[rank];
+    for (unsigned warp = 0; warp < cta->warp_count; ++warp) report_absent_lanes(cta, warp);
+    for (unsigned i = cta->threads; i-- > 0;) {
+      if (cta->fibers[i].state == State::Done) continue;
+      put_call(finding, 0, &cta->fibers[i], line_of_wait(&cta->fibers[i]));
+    }
   }
-  finding.value = cta->live;
-  record(cta->launch, finding);
-  list_waits(cta);
+  record(launch, finding);
+  for (unsigned rank = 0; rank < cluster.size; ++rank) list_waits(&cluster.ctas[rank]);
 }

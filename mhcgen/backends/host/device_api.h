@@ -50,6 +50,11 @@ unsigned long long mhc_rt_atomic(void* address, unsigned op, unsigned type, unsi
                                  unsigned long long compare);
 // bar.sync `number`, `threads`.
 void mhc_rt_sync_named(int number, int threads, int line);
+// The halves of barrier.cluster; `release`: what the thread did before is visible to all that wait.
+void mhc_rt_cluster_arrive(int release, int line);
+void mhc_rt_cluster_wait(int line);
+// Where the shared memory at `mine` lies in the block of this rank.
+void* mhc_rt_map_shared(void* mine, int rank, int line);
 void mhc_rt_copy(void* to, const void* from, unsigned long bytes);
 void mhc_rt_fill(void* to, int value, unsigned long bytes);
 void mhc_rt_yield(int line);

@@ -48,11 +48,12 @@ class Finding:
     Args:
         kind: `race`, `uninit`, `oob`, `write-to-const`, `barrier`, `mask`, `shuffle`, `deadlock`, `stack`, `trap`,
             `misaligned`.
-        rule: the rule within the kind, e.g. `barrier-lines`; equals `kind` where there is only one.
+        rule: the rule within the kind, e.g. `barrier-lines`; equals `kind` where that says it all.
         scope: of a race, `same-warp`, `across-warps` or `across-blocks`; else empty.
         buffer: parameter name, `shared NAME` or `dynamic shared`; empty where there is none.
         offset: bytes from the start of the buffer; negative in the guard band before it.
         size: bytes of the access, 0 if unknown.
+        owner: in a launch with clusters, the linear id of the block whose shared memory it is; else None.
         places: the earlier or waiting side, then the later or missing one; one or two.
         mask: of a warp operation, else None.
         count: how often it happened.
@@ -68,6 +69,7 @@ class Finding:
     places: tuple[Place, ...] = ()
     mask: int | None = None
     count: int = 1
+    owner: int | None = None
     text: str = ""
 
     @property

@@ -43,6 +43,8 @@ enum MhcKind : uint32_t {
 // Which of several rules of one kind was broken; findings.py has the sentence for each.
 enum MhcDetail : uint32_t {
   MHC_NO_DETAIL = 0,
+  MHC_REMOTE_BEFORE_START,  // another block's shared memory was touched, and that block may not have started
+  MHC_REMOTE_AFTER_EXIT,    // ... or may have ended
   MHC_BARRIER_LINES,       // threads met at a block barrier from different lines
   MHC_BARRIER_KINDS,       // ... or with different functions
   MHC_BARRIER_EXITED,      // ... or after some had returned
@@ -50,6 +52,9 @@ enum MhcDetail : uint32_t {
   MHC_BARRIER_NAMED_ARGUMENTS,  // a number or count that bar.sync does not take
   MHC_BARRIER_NAMED_COUNTS,     // threads disagree on how many must come
   MHC_BARRIER_NAMED_PARTIAL,    // released by a part of a warp
+  MHC_CLUSTER_ARRIVED_TWICE,    // at a cluster barrier, without a wait in between
+  MHC_CLUSTER_NOT_ARRIVED,      // waited there without having arrived
+  MHC_CLUSTER_LINES,            // lanes of a warp came there from different lines
   MHC_MASK_WITHOUT_SELF,   // a lane passed a mask that lacks it
   MHC_MASK_LINES,          // lanes met from different lines
   MHC_MASK_LANES_ABSENT,   // a lane of the mask waits elsewhere
@@ -61,6 +66,8 @@ enum MhcDetail : uint32_t {
   MHC_OOB_SHARED_GUARD,    // bytes behind all static shared variables changed
   MHC_OOB_INDEX,           // an index outside a declared array; the launch was stopped
   MHC_OOB_DYNAMIC_GUARD,   // bytes behind the dynamic shared memory changed
+  MHC_OOB_RANK,            // no block of the cluster has this rank; the launch was stopped
+  MHC_OOB_MAP,             // an address to be mapped to another block is no shared memory of this one; likewise
   MHC_DEADLOCK_WAITING,    // every live thread waits
   MHC_DEADLOCK_SPINNING,   // threads only yield (__nanosleep), nothing else happens
 };
@@ -85,25 +92,25 @@ struct MhcFinding {
   uint32_t size;    // bytes of the access
   uint32_t mask;
   uint32_t count;  // how often it happened
-  uint32_t unused;
+  uint32_t owner;  // in a cluster, the block whose shared memory it is; else MHC_NONE
 };
 
-enum MhcWaitKind : uint32_t { MHC_WAIT_BLOCK, MHC_WAIT_WARP, MHC_WAIT_NAMED };
+enum MhcWaitKind : uint32_t { MHC_WAIT_BLOCK, MHC_WAIT_WARP, MHC_WAIT_NAMED, MHC_WAIT_CLUSTER };
 
 // After a deadlock: which lanes of which warp wait where. For a named barrier, `op` is its number and `mask` the
-// count of threads it waits for.
+// count of threads it waits for. `block` is MHC_NONE where only one is alive.
 struct MhcWait {
-  uint32_t warp, lanes, kind, op, mask, line, pc;
+  uint32_t block, warp, lanes, kind, op, mask, line, pc;
 };
 
 struct MhcLaunch {
   void (*entry)(void**);
   void** arguments;
-  const uint64_t* blocks;  // linear ids in the order to run, or null for all of them, ascending
+  const uint64_t* blocks;  // linear ids in the order to run (cluster by cluster, by rank); null for all, ascending
   MhcRegion* regions;
   MhcFinding* findings;
   MhcWait* waits;
-  char* stacks;  // one stack per thread of a block
+  char* stacks;  // one stack per thread of a cluster
   uint64_t stack_bytes;
   uint64_t block_count;
   uint64_t dynamic_shared;
@@ -121,5 +128,5 @@ struct MhcLaunch {
   uint32_t wait_capacity;
   uint32_t wait_count;  // out
   uint32_t completed;   // out: 1 unless the launch was stopped
-  uint32_t unused;
+  uint32_t cluster;     // blocks per cluster, 0 for a launch without
 };

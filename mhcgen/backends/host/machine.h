@@ -1,5 +1,5 @@
-// The state of a launch: fibers, warps, the running CTA. Everything a CTA owns is in `Cta`, so that several can
-// be alive at once; only `running` is global, since one fiber runs at any time.
+// The state of a launch: fibers, warps, CTAs. Everything a CTA owns is in `Cta`, since those of a cluster are alive at
+// once; only `running` is global, since one fiber runs at any time. A block without a cluster is a cluster of one.
 #pragma once
 
 #include <stdint.h>
@@ -11,14 +11,17 @@
 constexpr unsigned WARP = 32;
 constexpr unsigned MAX_THREADS = 1024;
 constexpr unsigned MAX_WARPS = MAX_THREADS / WARP;
+constexpr unsigned MAX_CLUSTER = 16;  // blocks; above 8 a GPU wants to be asked
 // The words at the bottom of every stack. Frames are written densely enough that an overflow changes some of them.
 constexpr uint64_t STACK_CANARY = 0x9e3779b97f4a7c15ull;
 constexpr unsigned CANARY_WORDS = 32;
 
 struct Cta;
+struct Launch;
 struct Race;
+struct Clocks;
 
-enum class State : uint8_t { Ready, AtBlockBarrier, AtNamedBarrier, InWarpOperation, Done };
+enum class State : uint8_t { Ready, AtBlockBarrier, AtNamedBarrier, AtClusterBarrier, InWarpOperation, Done };
 
 struct WarpCall {
   unsigned op, mask, argument;
@@ -31,6 +34,21 @@ struct BlockCall {
   int predicate, line;
 };
 
+// The first half of a cluster barrier. Its phases count from 1.
+struct Arrival {
+  uint32_t phase;
+  bool waited;  // the second half is done too
+  int line;
+  uint32_t call_site;
+};
+
+// Where the first lane of a warp came to one half of a phase.
+struct Meeting {
+  uint32_t phase, call_site;
+  int line;
+  unsigned thread;
+};
+
 struct Fiber {
   Context context;
   Cta* cta;
@@ -40,6 +58,7 @@ struct Fiber {
   uint32_t call_site;  // of the latest barrier or warp operation, an offset into the module
   BlockCall block_call;
   WarpCall warp_call;
+  Arrival arrival;  // at the cluster barrier, the latest
   uint64_t result;  // of the barrier or warp operation that let it go on
 
   unsigned lane() const { return linear % WARP; }
@@ -77,44 +96,69 @@ struct Random {
   }
 };
 
-// Where the module lies in memory, and its thread-local segment on this OS thread: the shared memory.
+// Where the module lies in memory, and what its thread-local segment holds: the shared memory of a CTA.
 struct ModuleMap {
   static constexpr unsigned MAX_SEGMENTS = 8;
   uint64_t base;
   uint64_t segment_low[MAX_SEGMENTS], segment_high[MAX_SEGMENTS];
   unsigned segments;
-  char* shared_low;
-  char* shared_high;
-  char* dynamic_low;  // inside the above; null if the emission declares no dynamic shared memory
-  char* dynamic_high;
-};
-
-struct Launch {
-  MhcLaunch* request;
-  ModuleMap module;
-  Race* race;  // null unless the module is instrumented
-  bool stopped;
-  bool out_of_memory;
+  uint64_t shared_bytes;
+  uint64_t shared_align, shared_skew;  // a segment starts `skew` bytes behind a multiple of `align`
+  uint64_t guard_offset;               // of the guard behind the static variables
+  uint64_t dynamic_offset;
+  uint64_t dynamic_room;  // 0 if the emission declares no dynamic shared memory
+  char* thread_segment;   // of this OS thread; null where every CTA can have a segment of its own
 };
 
 struct Cta {
   Launch* launch;
-  Context home;  // of the OS thread that runs this CTA
   Fiber* fibers;
+  char* shared;    // its segment
+  Clocks* clocks;  // null unless the module is instrumented
   Warp warps[MAX_WARPS];
   NamedBarrier named[NamedBarrier::COUNT];
-  unsigned char warp_priority[MAX_WARPS];  // for MHC_WARP_GREEDY, first is first
+  Meeting arrivals[MAX_WARPS], waits[MAX_WARPS];  // at the cluster barrier
+  unsigned char warp_priority[MAX_WARPS];         // for MHC_WARP_GREEDY, first is first
   Random random;
   MhcDim3 index;
   uint64_t linear;      // of this block in the grid
   uint32_t serial;      // counts the blocks of the launch from 1
+  unsigned rank;        // of this block in its cluster
   unsigned threads, warp_count;
   unsigned live;        // threads that have not returned
   unsigned ready;       // threads that may run
   unsigned at_barrier;  // threads that wait at the block barrier
   unsigned cursor;      // where the next sweep of the ascending or descending order starts
+  uint32_t epoch;       // block barriers passed
+  uint32_t last_phase;  // the latest cluster barrier that the end of any of its threads is ordered after
+  bool started;         // some thread has run
+  bool ended;           // all threads have returned, and the guards have been checked
+};
+
+// The blocks that run together. Those of a launch run one cluster after another.
+struct Cluster {
+  Cta* ctas;  // by rank
+  unsigned size;
+  uint32_t first_serial;  // of the block of rank 0
+  uint32_t phase;         // cluster barriers completed
+  unsigned live;          // threads that have not returned
+  unsigned pending;       // those of them that have not arrived at the next cluster barrier
+  unsigned arrived;       // arrivals there, also of threads that have returned since
+  Random random;
+  unsigned char priority[MAX_CLUSTER];  // of ranks, for MHC_WARP_GREEDY
+};
+
+struct Launch {
+  MhcLaunch* request;
+  ModuleMap module;
+  Context home;  // of the OS thread
+  Cluster cluster;
+  char* segments;  // memory of the segments of the cluster
+  uint64_t segments_bytes;
+  Race* race;            // null unless the module is instrumented
   unsigned idle_yields;  // yields since anything else happened
-  uint32_t epoch;        // block barriers passed
+  bool stopped;
+  bool out_of_memory;
 };
 
 static Fiber* running;

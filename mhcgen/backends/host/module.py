@@ -19,16 +19,14 @@ from mhcgen.backends.host.arguments import Bound, bind
 from mhcgen.backends.host.buffers import HostBuffer
 from mhcgen.backends.host.build import Built, Fibers, build
 from mhcgen.backends.host.findings import AccessCounts, Finding, LaunchReport
+from mhcgen.backends.host.geometry import block_ids, check_shapes, cluster_of, shape_of
 from mhcgen.backends.host.render import Renderer, guard_finding, input_finding, merged
-from mhcgen.backends.host.unit import MAX_DYNAMIC_SHARED, launch_bound, source_name
+from mhcgen.backends.host.unit import launch_bound, source_name, uses_clusters
 from mhcgen.backends.signature import KernelSignature
 from mhcgen.errors import EnvironmentFault, UsageError
 
 Argument = npt.NDArray[Any] | HostBuffer | int | float | bool | np.generic | None
 
-MAX_THREADS = 1024
-_MAX_GRID = (2**31 - 1, 65535, 65535)
-_MAX_BLOCK = (1024, 1024, 64)
 _STACK_BYTES = 128 * 1024
 _MAX_FINDINGS = 256
 _MAX_WAITS = 64
@@ -123,6 +121,7 @@ class HostModule:
         args: Sequence[Argument],
         *,
         dynamic_shared: int = 0,
+        cluster: int | Sequence[int] | None = None,
         order: str = "ascending",
         seed: int = 0,
         blocks: Iterable[int] | None = None,
@@ -137,10 +136,12 @@ class HostModule:
             args: per parameter a C-contiguous numpy array of the right dtype or a `HostBuffer` (pointers; None
                 is the null pointer), or a number (scalars). Arrays that share memory go on sharing it.
             dynamic_shared: bytes of dynamic shared memory per block.
+            cluster: blocks per cluster in x, y, z: they run together and may use each other's shared memory. The
+                clusters run one after another.
             order: in which order threads and blocks run: `ascending`, `descending`, `random` (by `seed`) or
                 `warp-greedy` (one warp as far as it goes, warps in an order drawn from `seed`).
             seed: of the two random orders.
-            blocks: linear ids of the only blocks to run; None runs all.
+            blocks: linear ids of the only blocks to run, with the rest of their clusters; None runs all.
             uninitialised: pointer parameters whose contents mean nothing before the launch: they are filled with
                 0xff bytes, and a race build reports reads of what nobody has written.
             count_accesses: count the loads and stores of every element (race builds only).
@@ -149,16 +150,18 @@ class HostModule:
             The report. Findings do not raise; see `LaunchReport.raise_if_found`.
 
         Raises:
-            UsageError: `X-KERNEL`, `X-SHAPE`, `X-GRID`, `X-BLOCK`, `X-SHARED`, `X-ORDER`, `X-BLOCKS`,
-                `X-ARGS`, `X-UNINIT`, `X-COUNT`.
+            UsageError: `X-KERNEL`, `X-SHAPE`, `X-GRID`, `X-BLOCK`, `X-SHARED`, `X-CLUSTER`, `X-ORDER`,
+                `X-BLOCKS`, `X-ARGS`, `X-UNINIT`, `X-COUNT`.
             InputError: `I-SCALAR` for a number that does not fit its parameter (see `cast_scalar`), `X-LAYOUT`
                 for an array that is not C-contiguous, not native or not writable.
             InputTypeError: `X-DTYPE` for an array of the wrong dtype.
-            EnvironmentFault: `E-MEMORY`.
+            EnvironmentFault: `E-MEMORY`, `E-PLATFORM`.
         """
         signature = self._signature(kernel)
-        grid3, block3 = _shape(grid, "grid"), _shape(block, "block")
-        _check_shapes(grid3, block3, dynamic_shared)
+        grid3, block3 = shape_of(grid, "grid"), shape_of(block, "block")
+        check_shapes(grid3, block3, dynamic_shared)
+        cluster3 = cluster_of(cluster, grid3)
+        size = self._cluster_size(kernel, cluster3)
         bound_threads = launch_bound(self.source, kernel)
         if bound_threads is not None and block3[0] * block3[1] * block3[2] > bound_threads:
             raise UsageError(
@@ -170,21 +173,22 @@ class HostModule:
             raise UsageError("X-ORDER", f"unknown order {order!r}", hints=tuple(abi.ORDERS))
         if count_accesses and not self.race:
             raise UsageError("X-COUNT", "only a race build counts accesses", hints=("HostModule(..., race=True)",))
-        chosen = _block_ids(blocks, grid3, order, seed)
+        chosen = block_ids(blocks, grid3, cluster3, order, seed)
         bound = bind(signature, args, frozenset(uninitialised))
         block_count = grid3[0] * grid3[1] * grid3[2] if chosen is None else len(chosen)
         if block_count == 0:
             bound.copy_back()
             return LaunchReport(kernel, order, seed, self.race)
         regions = _Regions(bound, self._shared_variables(), dynamic_shared, count=count_accesses, race=self.race)
+        waits = _MAX_WAITS * max(1, size)
         record = abi.LaunchRecord(
             entry=self._entry(kernel),
             arguments=ctypes.addressof(bound.pointers),
             blocks=None if chosen is None else chosen.ctypes.data,
             regions=regions.records,
             findings=(abi.FindingRecord * _MAX_FINDINGS)(),
-            waits=(abi.WaitRecord * _MAX_WAITS)(),
-            stacks=_stacks(block3[0] * block3[1] * block3[2]),
+            waits=(abi.WaitRecord * waits)(),
+            stacks=_stacks(block3[0] * block3[1] * block3[2] * max(1, size)),
             stack_bytes=_STACK_BYTES,
             block_count=block_count,
             dynamic_shared=dynamic_shared,
@@ -195,7 +199,8 @@ class HostModule:
             race=int(self.race),
             region_count=len(regions.names),
             finding_capacity=_MAX_FINDINGS,
-            wait_capacity=_MAX_WAITS,
+            wait_capacity=waits,
+            cluster=size,
         )
         seconds = self._library.run(record, kernel)
         findings = self._findings(record, regions.names) + self._buffer_findings(bound, record)
@@ -224,6 +229,15 @@ class HostModule:
         address = ctypes.cast(self._library.handle[f"mhc_entry_{kernel}"], ctypes.c_void_p).value
         assert address is not None
         return address
+
+    def _cluster_size(self, kernel: str, cluster: tuple[int, int, int] | None) -> int:
+        """Blocks per cluster; 0 for a launch that has nothing to do with clusters."""
+        if cluster is None:
+            return int(uses_clusters(self.source))  # every block is a cluster of its own then
+        size = cluster[0] * cluster[1] * cluster[2]
+        if size > 1 and not self._library.handle.mhc_rt_has_clusters():
+            raise EnvironmentFault("E-PLATFORM", "the host backend runs clusters on x86_64 only", where=kernel)
+        return size
 
     def _shared_variables(self) -> tuple[debuginfo.SharedVariable, ...]:
         if not self.race:
@@ -336,6 +350,8 @@ def _load(path: Path) -> _Library:
             handle.mhc_rt_run.restype = ctypes.c_int
             handle.mhc_rt_close.argtypes = [ctypes.c_void_p]
             handle.mhc_rt_close.restype = None
+            handle.mhc_rt_has_clusters.argtypes = []
+            handle.mhc_rt_has_clusters.restype = ctypes.c_int
             _libraries[path] = _Library(handle)
         return _libraries[path]
 
@@ -353,44 +369,3 @@ def _stacks(threads: int) -> int:
         arena.madvise(mmap.MADV_NOHUGEPAGE)
         _per_thread.stacks = arena
     return ctypes.addressof(ctypes.c_char.from_buffer(arena)) + _STACK_BYTES
-
-
-def _shape(shape: int | Sequence[int], what: str) -> tuple[int, int, int]:
-    parts = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
-    if not 1 <= len(parts) <= 3 or not all(isinstance(p, (int, np.integer)) and p >= 0 for p in parts):
-        raise UsageError("X-SHAPE", f"{what} must be one to three non-negative integers, not {shape!r}")
-    x, y, z = (*(int(p) for p in parts), 1, 1)[:3]
-    return x, y, z
-
-
-def _check_shapes(grid: tuple[int, int, int], block: tuple[int, int, int], dynamic_shared: int) -> None:
-    if any(size > limit for size, limit in zip(grid, _MAX_GRID, strict=True)):
-        raise UsageError("X-GRID", f"no GPU takes a grid of {grid}", hints=(f"at most {_MAX_GRID}",))
-    threads = block[0] * block[1] * block[2]
-    if not 1 <= threads <= MAX_THREADS or any(s > limit for s, limit in zip(block, _MAX_BLOCK, strict=True)):
-        raise UsageError("X-BLOCK", f"no GPU takes a block of {block}", hints=("1 to 1024 threads, z at most 64",))
-    if not 0 <= dynamic_shared <= MAX_DYNAMIC_SHARED:
-        raise UsageError(
-            "X-SHARED", f"dynamic shared memory must be 0 to {MAX_DYNAMIC_SHARED} bytes, not {dynamic_shared}"
-        )
-
-
-def _block_ids(
-    blocks: Iterable[int] | None, grid: tuple[int, int, int], order: str, seed: int
-) -> npt.NDArray[np.uint64] | None:
-    """The blocks in the order to run; None for all of them, ascending, which needs no list."""
-    total = grid[0] * grid[1] * grid[2]
-    if blocks is None and order in ("ascending", "warp-greedy"):
-        return None
-    if blocks is None:
-        ids = np.arange(total, dtype=np.uint64)
-    else:
-        wanted = sorted({int(b) for b in blocks})
-        if wanted and (wanted[0] < 0 or wanted[-1] >= total):
-            raise UsageError("X-BLOCKS", f"block ids must lie in 0 to {total - 1}", where=str(wanted[-1]))
-        ids = np.array(wanted, dtype=np.uint64)
-    if order == "descending":
-        return ids[::-1].copy()
-    if order == "random":
-        return np.random.default_rng(seed & (2**64 - 1)).permutation(ids)
-    return ids

@@ -13,7 +13,7 @@
 #define __host__
 #define __constant__ static
 // Shared memory is thread_local: static storage at block scope, and `extern` is legal too. constinit promises
-// that no initialiser runs, so the compiler emits no per-access check. One OS thread runs one CTA at a time.
+// that no initialiser runs, so the compiler emits no per-access check. Where it lies is up to module_map.h.
 #define __shared__ constinit thread_local
 #define __launch_bounds__(...)
 #define __grid_constant__
@@ -51,6 +51,13 @@ MHC_INLINE float mhc_host_ex2_approx(float x) {
 }
 MHC_INLINE void mhc_host_bar_sync(int number, int threads, int line = __builtin_LINE()) {
   mhc_rt_sync_named(number, threads, line);
+}
+MHC_INLINE void mhc_host_cluster_arrive(int line = __builtin_LINE()) { mhc_rt_cluster_arrive(1, line); }
+// Arrives and publishes nothing: barrier.cluster.arrive.relaxed.
+MHC_INLINE void mhc_host_cluster_arrive_relaxed(int line = __builtin_LINE()) { mhc_rt_cluster_arrive(0, line); }
+MHC_INLINE void mhc_host_cluster_wait(int line = __builtin_LINE()) { mhc_rt_cluster_wait(line); }
+MHC_INLINE void* mhc_host_map_shared_rank(void* mine, int rank, int line = __builtin_LINE()) {
+  return mhc_rt_map_shared(mine, rank, line);
 }
 MHC_INLINE unsigned long long mhc_host_globaltimer() { return mhc_rt_nanoseconds(); }
 

@@ -2,31 +2,58 @@
 // bytes, and checks that the bytes belong to something and have been written.
 #pragma once
 
+#include "cluster_clocks.h"
 #include "module_map.h"
-#include "race_clocks.h"
 #include "report.h"
 #include "scheduler.h"
 #include "shadow.h"
 
+// The latest access of a thread to the shared memory of another block of its cluster.
+struct RemoteAccess {
+  Access access;
+  uint32_t region, offset;
+};
+
 struct Race {
-  Clocks clocks;
   NodePool pool;
   Shadow* shadows;  // sorted by address
-  unsigned shadow_count;
-  Shadow* recent[64];  // by address, what was found there last; accesses tend to return to the same pages
+  unsigned shadow_count, shadow_capacity;
+  Shadow* recent[256];  // by address, what was found there last; accesses tend to return to the same pages
   uint64_t stacks_low, stacks_high;
+  Clocks* clocks;  // by rank
+  // Only for clusters:
+  ClusterClocks cluster;
+  RemoteAccess* remote;  // by rank of the owner, and by rank and number of the thread
 };
+
+// Blocks of one cluster may be ordered with each other, other blocks never are.
+static inline bool in_cluster(const Cluster& cluster, uint32_t serial) {
+  return serial - cluster.first_serial < cluster.size;
+}
+
+// Whether cluster barriers order an access before what the running thread does now.
+static bool ordered_by_phases(const Access& earlier, const Fiber* now) {
+  const Cta* cta = now->cta;
+  const uint32_t phase = cta->clocks->warps[now->warp()].phase[now->lane()];
+  const uint32_t rank = earlier.block - cta->launch->cluster.first_serial;
+  if (phase == 0 || rank >= cta->launch->cluster.size) return false;
+  const PhaseClock& known = cta->launch->race->cluster.of(phase);
+  return earlier.epoch < known.epoch[rank] || earlier.step <= known.step[rank][earlier.thread];
+}
 
 static bool ordered_before(const Access& earlier, const Fiber* now) {
   const Cta* cta = now->cta;
-  if (earlier.block != cta->serial) return false;
-  if (earlier.epoch < cta->epoch || earlier.thread == now->linear) return true;
-  const Clocks& clocks = cta->launch->race->clocks;
-  if (earlier.warp() == now->warp()) {
-    return clocks.warps[now->warp()].seen[now->lane()][earlier.lane()] >= earlier.step;
+  const Clocks& clocks = *cta->clocks;
+  if (earlier.block == cta->serial) {
+    if (earlier.epoch < cta->epoch || earlier.thread == now->linear) return true;
+    if (earlier.warp() == now->warp()) {
+      if (clocks.warps[now->warp()].seen[now->lane()][earlier.lane()] >= earlier.step) return true;
+    } else if (clocks.named_barriers &&
+               clocks.knowledge[now->warp()].of[earlier.warp()][earlier.lane()] >= earlier.step) {
+      return true;
+    }
   }
-  return clocks.named_barriers &&
-         clocks.knowledge[now->warp()].of[earlier.warp()][earlier.lane()] >= earlier.step;
+  return clocks.phases && ordered_by_phases(earlier, now);
 }
 
 // ---- reports -------------------------------------------------------------------------------------------------
@@ -40,13 +67,23 @@ static MhcFinding access_finding(MhcKind kind, MhcDetail detail, const Access& a
   return finding;
 }
 
-static void report_race(const Shadow& shadow, uint64_t cell, const Access& earlier, const Access& now) {
-  const Cta* cta = running->cta;
-  const MhcLaunch* request = cta->launch->request;
-  MhcFinding finding = access_finding(MHC_RACE, MHC_NO_DETAIL, earlier, 1u << shadow.cell_bits);
+static void put_buffer(MhcFinding& finding, const Shadow& shadow, uint64_t offset) {
   finding.region = shadow.index;
-  finding.offset = static_cast<int64_t>(cell << shadow.cell_bits);
-  finding.block[0] = request->blocks != nullptr ? request->blocks[earlier.block - 1] : earlier.block - 1;
+  finding.offset = static_cast<int64_t>(offset);
+  const bool one_of_many = shadow.owner != nullptr && shadow.owner->launch->cluster.size > 1;
+  if (one_of_many) finding.owner = static_cast<uint32_t>(shadow.owner->linear);
+}
+
+// Of the block with this serial number.
+static uint64_t linear_block(const MhcLaunch* request, uint32_t serial) {
+  return request->blocks != nullptr ? request->blocks[serial - 1] : serial - 1;
+}
+
+static void report_race(const Shadow& shadow, uint64_t cell, const Access& earlier, const Access& now) {
+  Launch* launch = running->cta->launch;
+  MhcFinding finding = access_finding(MHC_RACE, MHC_NO_DETAIL, earlier, 1u << shadow.cell_bits);
+  put_buffer(finding, shadow, cell << shadow.cell_bits);
+  finding.block[0] = linear_block(launch->request, earlier.block);
   finding.thread[0] = earlier.thread;
   put_thread(finding, 1, running);
   finding.pc[1] = now.pc;
@@ -54,7 +91,7 @@ static void report_race(const Shadow& shadow, uint64_t cell, const Access& earli
   finding.scope = earlier.block != now.block     ? MHC_ACROSS_BLOCKS
                   : earlier.warp() != now.warp() ? MHC_ACROSS_WARPS
                                                  : MHC_SAME_WARP;
-  record(cta->launch, finding);
+  record(launch, finding);
 }
 
 // ---- one cell ------------------------------------------------------------------------------------------------
@@ -112,28 +149,30 @@ static void filter_reads(Race* race, Cell& cell, Keep keep) {
 
 // Remembers a read, in as few records as decide every later question:
 // - A read that is ordered before this one is dropped: a write after both is checked against this one.
-// - Once two blocks have read, any write races with one of them: two records are enough.
+// - Once blocks of two clusters have read, any write races with one of them: two records are enough.
 // - Once two warps have read, one record per warp is enough: barriers that order other warps cover whole warps.
+//   Not so cluster barriers, at which each thread arrives and waits for itself: a cluster keeps all its threads.
 static void note_read(Race* race, Cell& cell, const Access& now) {
-  uint32_t other_block = 0;
+  const Cluster& cluster = running->cta->launch->cluster;
+  uint32_t elsewhere = 0;  // a block of another cluster
   bool other_warp = false;
   filter_reads(race, cell, [&](const Access& earlier) {
     if (is_write(earlier)) return true;
     if (ordered_before(earlier, running)) return false;
-    if (earlier.block != now.block) {
-      other_block = earlier.block;
+    if (!in_cluster(cluster, earlier.block)) {
+      elsewhere = earlier.block;
     } else if (earlier.warp() != now.warp()) {
       other_warp = true;
     }
     return true;
   });
-  if (other_block != 0) {
+  if (elsewhere != 0) {
     filter_reads(race, cell, [&](const Access& earlier) {
-      const bool keep = earlier.block == other_block;
-      if (keep && !is_write(earlier)) other_block = 0;  // one is enough
+      const bool keep = earlier.block == elsewhere;
+      if (keep && !is_write(earlier)) elsewhere = 0;  // one is enough
       return keep || is_write(earlier);
     });
-  } else if (other_warp) {
+  } else if (other_warp && race->remote == nullptr) {
     unsigned seen = 1u << now.warp();  // this read stands for its warp from now on
     filter_reads(race, cell, [&](const Access& earlier) {
       if (is_write(earlier)) return true;
@@ -146,14 +185,18 @@ static void note_read(Race* race, Cell& cell, const Access& now) {
 }
 
 // An atomic write that another atomic replaced, unordered: a later plain access may still race with it. At most one
-// record per warp of its block and one of any other block are kept, so that counters of large grids stay cheap.
+// record per warp of its cluster and one of any other block are kept, so that counters of large grids stay cheap.
 static void keep_replaced_atomic(Race* race, Cell& cell, const Access& replaced) {
-  bool other_block = false;
+  const Cluster& cluster = running->cta->launch->cluster;
+  const bool here = in_cluster(cluster, replaced.block);
+  bool elsewhere = false;
   filter_reads(race, cell, [&](const Access& earlier) {
     if (!is_write(earlier)) return true;
-    if (earlier.block == replaced.block) return earlier.warp() != replaced.warp();
-    const bool first = !other_block;
-    other_block = true;
+    if (here ? in_cluster(cluster, earlier.block) : earlier.block == replaced.block) {
+      return earlier.block != replaced.block || earlier.warp() != replaced.warp();
+    }
+    const bool first = !elsewhere;
+    elsewhere = true;
     return first;
   });
   put_read(race, cell, replaced);
@@ -167,19 +210,19 @@ static void touch_cell(Race* race, Shadow& shadow, uint64_t index, const Access&
   Cell& cell = shadow.cells[index];
   // Read again before anything else happened to the cell: a write would have removed the first read.
   if (now.flags == 0 && cell.read.flags == 0 && same_moment(cell.read, now)) return;
-  if (shadow.shared) {  // what an earlier block left is gone
-    if (cell.read.block != 0 && cell.read.block != now.block) forget_reads(race, cell);
-    if (cell.write.block != now.block) cell.write.block = 0;
+  if (shadow.owner != nullptr) {  // what an earlier block left is gone
+    const Cluster& cluster = shadow.owner->launch->cluster;
+    if (cell.read.block != 0 && !in_cluster(cluster, cell.read.block)) forget_reads(race, cell);
+    if (!in_cluster(cluster, cell.write.block)) cell.write.block = 0;
   }
   const bool writes = is_write(now);
   const bool reads = !writes || (now.flags & MHC_ACCESS_ATOMIC) != 0;
   if (cell.write.block != 0) {
     const bool harmless = both_atomic(cell.write, now) || ordered_before(cell.write, running);
     if (!harmless) report_race(shadow, index, cell.write, now);
-  } else if (reads && (shadow.shared || (shadow.region->flags & MHC_NEEDS_INIT) != 0)) {
+  } else if (reads && (shadow.owner != nullptr || (shadow.region->flags & MHC_NEEDS_INIT) != 0)) {
     MhcFinding finding = access_finding(MHC_UNINIT, MHC_NO_DETAIL, now, 1u << shadow.cell_bits);
-    finding.region = shadow.index;
-    finding.offset = static_cast<int64_t>(index << shadow.cell_bits);
+    put_buffer(finding, shadow, index << shadow.cell_bits);
     record(running->cta->launch, finding);
   }
   if (!writes) {
@@ -202,10 +245,63 @@ static void touch_cell(Race* race, Shadow& shadow, uint64_t index, const Access&
   cell.write = now;
 }
 
+// ---- shared memory of other blocks ---------------------------------------------------------------------------
+
+// It may be touched between the start and the end of its block. Cluster barriers are what says so: the first one
+// that a thread has waited for comes after all starts; the end comes after an access if some thread of the block
+// has waited for a phase that the accessing thread arrived at later.
+
+static RemoteAccess& remote_access(Race* race, const Cta* owner, unsigned rank, unsigned thread) {
+  return race->remote[(uint64_t{owner->rank} * MAX_CLUSTER + rank) * MAX_THREADS + thread];
+}
+
+static void report_after_exit(const Cta* owner, const RemoteAccess& remote) {
+  MhcFinding finding = access_finding(MHC_RACE, MHC_REMOTE_AFTER_EXIT, remote.access, 0);
+  finding.region = remote.region;
+  finding.offset = remote.offset;
+  finding.owner = static_cast<uint32_t>(owner->linear);
+  finding.block[0] = linear_block(owner->launch->request, remote.access.block);
+  finding.thread[0] = remote.access.thread;
+  finding.scope = MHC_ACROSS_BLOCKS;
+  record(owner->launch, finding);
+}
+
+static void note_remote(Race* race, const Shadow& shadow, uint64_t offset, const Access& now) {
+  const Cta* owner = shadow.owner;
+  const Fiber* self = running;
+  const RemoteAccess remote = {now, shadow.index, static_cast<uint32_t>(offset)};
+  if (self->cta->clocks->warps[self->warp()].phase[self->lane()] == 0) {
+    MhcFinding finding = access_finding(MHC_RACE, MHC_REMOTE_BEFORE_START, now, 0);
+    put_buffer(finding, shadow, offset);
+    finding.scope = MHC_ACROSS_BLOCKS;
+    record(owner->launch, finding);
+  }
+  if (owner->live == 0) {
+    report_after_exit(owner, remote);
+  } else {
+    remote_access(race, owner, self->cta->rank, self->linear) = remote;
+  }
+}
+
+// All threads of the block have returned: the accesses of others must be ordered before that.
+static void check_remote_accesses(Race* race, const Cta* owner) {
+  const Cluster& cluster = owner->launch->cluster;
+  const PhaseClock& known = race->cluster.of(owner->last_phase);
+  for (unsigned rank = 0; rank < cluster.size; ++rank) {
+    for (unsigned thread = 0; thread < owner->threads; ++thread) {
+      const RemoteAccess& remote = remote_access(race, owner, rank, thread);
+      const Access& access = remote.access;
+      if (access.block != cluster.first_serial + rank) continue;  // none, or that of an earlier cluster
+      const bool ordered = access.epoch < known.epoch[rank] || access.step <= known.step[rank][thread];
+      if (owner->last_phase == 0 || !ordered) report_after_exit(owner, remote);
+    }
+  }
+}
+
 // ---- one access ----------------------------------------------------------------------------------------------
 
 static Shadow* find_shadow(Race* race, uint64_t address) {
-  Shadow*& recent = race->recent[address >> 12 & 63];
+  Shadow*& recent = race->recent[address >> 12 & 255];
   if (recent != nullptr && address - recent->low < recent->high - recent->low) return recent;
   unsigned low = 0, high = race->shadow_count;
   while (low < high) {
@@ -232,9 +328,8 @@ static bool name_nearest(const Race* race, uint64_t address, MhcFinding& finding
     const uint64_t distance = address < shadow.low ? shadow.low - address : address - shadow.low;
     if (distance >= best) continue;
     best = distance;
-    shared = shadow.shared;
-    finding.region = shadow.index;
-    finding.offset = static_cast<int64_t>(address - shadow.low);
+    shared = shadow.owner != nullptr;
+    put_buffer(finding, shadow, address - shadow.low);
   }
   return shared;
 }
@@ -242,9 +337,7 @@ static bool name_nearest(const Race* race, uint64_t address, MhcFinding& finding
 // The access hits no region: constants of the module are fine, the rest is not.
 static void note_stray_access(Launch* launch, uint64_t address, uint64_t size, const Access& now) {
   const ModuleMap& module = launch->module;
-  const uint64_t shared_low = reinterpret_cast<uint64_t>(module.shared_low);
-  const uint64_t shared_high = reinterpret_cast<uint64_t>(module.shared_high);
-  const bool in_shared = address >= shared_low && address < shared_high;
+  const bool in_shared = in_segments(launch, address);
   if (!in_shared) {
     for (unsigned i = 0; i < module.segments; ++i) {
       if (address >= module.segment_low[i] && address < module.segment_high[i]) return;
@@ -272,7 +365,7 @@ static void note_access(void* pointer, uint64_t size, unsigned flags, const void
   const Fiber* self = running;
   const Access now = {self->cta->serial,
                       self->cta->epoch,
-                      race->clocks.step(self->warp(), self->lane()),
+                      self->cta->clocks->step(self->warp(), self->lane()),
                       module_offset(launch, pc),
                       static_cast<uint16_t>(self->linear),
                       static_cast<uint16_t>(flags)};
@@ -283,19 +376,18 @@ static void note_access(void* pointer, uint64_t size, unsigned flags, const void
   }
   const uint64_t offset = address - shadow->low;
   if (address < shadow->low || address + size > shadow->high) {
-    MhcFinding finding = access_finding(MHC_OOB, shadow->shared ? MHC_OOB_SHARED : MHC_OOB_GUARD, now, size);
-    finding.region = shadow->index;
-    finding.offset = static_cast<int64_t>(offset);
+    MhcFinding finding = access_finding(MHC_OOB, shadow->owner != nullptr ? MHC_OOB_SHARED : MHC_OOB_GUARD, now, size);
+    put_buffer(finding, *shadow, offset);
     record(launch, finding);
     return;
   }
+  if (shadow->owner != nullptr && shadow->owner != self->cta) note_remote(race, *shadow, offset, now);
   const bool writes = (flags & MHC_ACCESS_WRITE) != 0;
   if (shadow->region->loads != nullptr) count_access(shadow->region, offset, size, writes);
   if ((shadow->region->flags & MHC_READONLY) != 0) {
     if (!writes) return;  // without writes there is no race
     MhcFinding finding = access_finding(MHC_WRITE_TO_CONST, MHC_NO_DETAIL, now, size);
-    finding.region = shadow->index;
-    finding.offset = static_cast<int64_t>(offset);
+    put_buffer(finding, *shadow, offset);
     record(launch, finding);
     return;
   }
@@ -310,44 +402,58 @@ static void note_access(void* pointer, uint64_t size, unsigned flags, const void
 
 // ---- a launch ------------------------------------------------------------------------------------------------
 
-static void place_region(const ModuleMap& module, MhcRegion* region, Shadow& shadow) {
+static bool add_shadow(Race* race, const ModuleMap& module, MhcRegion* region, uint32_t index, Cta* owner) {
+  Shadow shadow = {};
   shadow.region = region;
+  shadow.index = index;
   shadow.guard = region->guard;
-  shadow.shared = (region->flags & (MHC_SHARED_STATIC | MHC_SHARED_DYNAMIC)) != 0;
+  shadow.owner = owner;
   shadow.low = region->base;
-  if ((region->flags & MHC_SHARED_STATIC) != 0) shadow.low += reinterpret_cast<uint64_t>(module.shared_low);
-  if ((region->flags & MHC_SHARED_DYNAMIC) != 0) shadow.low = reinterpret_cast<uint64_t>(module.dynamic_low);
+  if (owner != nullptr) shadow.low += reinterpret_cast<uint64_t>(owner->shared);
+  if ((region->flags & MHC_SHARED_DYNAMIC) != 0) shadow.low += module.dynamic_offset;
   shadow.high = shadow.low + region->size;
+  if ((region->flags & MHC_READONLY) == 0 && !create_shadow(shadow)) return false;
+  unsigned at = race->shadow_count++;
+  for (; at > 0 && race->shadows[at - 1].low > shadow.low; --at) race->shadows[at] = race->shadows[at - 1];
+  race->shadows[at] = shadow;
+  return true;
 }
 
-static void begin_race(Launch* launch) {
+static bool add_shadows(Launch* launch) {
   const MhcLaunch* request = launch->request;
-  Race* race = launch->race = static_cast<Race*>(map_pages(sizeof(Race)));
-  if (race == nullptr) {
-    launch->out_of_memory = true;
-    return;
-  }
-  race->stacks_low = reinterpret_cast<uint64_t>(request->stacks);
-  const uint64_t threads = uint64_t{request->block.x} * request->block.y * request->block.z;
-  race->stacks_high = race->stacks_low + request->stack_bytes * threads;
-  race->shadows = static_cast<Shadow*>(map_pages(request->region_count * sizeof(Shadow)));
-  if (race->shadows == nullptr) {
-    launch->out_of_memory = true;
-    return;
-  }
-  for (uint32_t i = 0; i < request->region_count && !launch->out_of_memory; ++i) {
+  for (uint32_t i = 0; i < request->region_count; ++i) {
     MhcRegion* region = &request->regions[i];
-    if ((region->flags & MHC_SHARED_DYNAMIC) != 0 && (launch->module.dynamic_low == nullptr || region->size == 0)) {
-      continue;
+    const bool dynamic = (region->flags & MHC_SHARED_DYNAMIC) != 0;
+    if (dynamic && (launch->module.dynamic_room == 0 || region->size == 0)) continue;
+    const bool shared = dynamic || (region->flags & MHC_SHARED_STATIC) != 0;
+    for (unsigned rank = 0; rank < (shared ? launch->cluster.size : 1); ++rank) {
+      Cta* owner = shared ? &launch->cluster.ctas[rank] : nullptr;
+      if (!add_shadow(launch->race, launch->module, region, i, owner)) return false;
     }
-    Shadow shadow = {};
-    place_region(launch->module, region, shadow);
-    shadow.index = i;
-    if ((region->flags & MHC_READONLY) == 0) launch->out_of_memory = !create_shadow(shadow);
-    unsigned at = race->shadow_count++;
-    for (; at > 0 && race->shadows[at - 1].low > shadow.low; --at) race->shadows[at] = race->shadows[at - 1];
-    race->shadows[at] = shadow;
   }
+  return true;
+}
+
+static constexpr uint64_t REMOTE_BYTES = uint64_t{MAX_CLUSTER} * MAX_CLUSTER * MAX_THREADS * sizeof(RemoteAccess);
+
+// False if there is not enough memory.
+static bool begin_race(Launch* launch) {
+  const MhcLaunch* request = launch->request;
+  const Cluster& cluster = launch->cluster;
+  Race* race = launch->race = static_cast<Race*>(map_pages(sizeof(Race)));
+  if (race == nullptr) return false;
+  race->stacks_low = reinterpret_cast<uint64_t>(request->stacks);
+  race->stacks_high = race->stacks_low + request->stack_bytes * cluster.ctas[0].threads * cluster.size;
+  race->clocks = static_cast<Clocks*>(map_pages(cluster.size * sizeof(Clocks)));
+  race->shadow_capacity = request->region_count * cluster.size;
+  race->shadows = static_cast<Shadow*>(map_pages(race->shadow_capacity * sizeof(Shadow)));
+  if (race->clocks == nullptr || race->shadows == nullptr) return false;
+  if (request->cluster != 0) {
+    race->remote = static_cast<RemoteAccess*>(map_pages(REMOTE_BYTES));
+    if (race->remote == nullptr) return false;
+  }
+  for (unsigned rank = 0; rank < cluster.size; ++rank) cluster.ctas[rank].clocks = &race->clocks[rank];
+  return add_shadows(launch);
 }
 
 static uint64_t unwritten_bytes(const Shadow& shadow) {
@@ -369,7 +475,9 @@ static void end_race(Launch* launch) {
     if ((shadow.region->flags & MHC_NEEDS_INIT) != 0) shadow.region->unwritten = unwritten_bytes(shadow);
     unmap_pages(shadow.cells, shadow_bytes(shadow));
   }
-  unmap_pages(race->shadows, launch->request->region_count * sizeof(Shadow));
+  unmap_pages(race->shadows, race->shadow_capacity * sizeof(Shadow));
+  unmap_pages(race->clocks, launch->cluster.size * sizeof(Clocks));
+  unmap_pages(race->remote, REMOTE_BYTES);
   race->pool.release();
   unmap_pages(race, sizeof(Race));
   launch->race = nullptr;

@@ -12,15 +12,20 @@ from mhcgen.backends.host.findings import Finding, Place
 # One sentence per rule. Fields: first and second place, mask, value, lanes.
 _SENTENCES = {
     "race": "no barrier orders these two accesses",
+    "remote-before-start": "no cluster barrier orders this access after the start of the block that owns the memory",
+    "remote-after-exit": "no cluster barrier orders this access before the end of the block that owns the memory",
     "uninit": "this memory is read before anything was written to it",
     "write-to-const": "the kernel writes to an array that it may only read",
     "barrier-lines": "threads meet at a block barrier from different lines",
     "barrier-kinds": "threads meet at a block barrier through different functions",
     "barrier-exited": "a block barrier is passed although a thread of the block has returned",
-    "barrier-diverged": "a block barrier is reached by a part of a warp only; the rest waits elsewhere",
+    "barrier-diverged": "a barrier of block or cluster is reached by a part of a warp only; the rest waits elsewhere",
     "barrier-named-arguments": "bar.sync {value} with a number or a count of threads that it does not take",
     "barrier-named-counts": "threads disagree on how many must come to bar.sync {value}",
     "barrier-named-partial": "a part of a warp joins bar.sync {value}, the rest does not",
+    "barrier-cluster-arrived-twice": "a thread arrives at the cluster barrier again without having waited",
+    "barrier-cluster-not-arrived": "a thread waits at the cluster barrier without having arrived",
+    "barrier-cluster-lines": "lanes of a warp come to a cluster barrier from different lines",
     "mask-without-self": "a lane calls a warp operation whose mask lacks it",
     "mask-lines": "lanes meet in one warp operation from different lines",
     "mask-lanes-absent": "a lane named in the mask does not come; it waits elsewhere",
@@ -32,6 +37,8 @@ _SENTENCES = {
     "oob-index": "index {signed} lies outside a declared array; the launch was stopped before the access",
     "oob-shared-guard": "a write lies behind all static shared variables",
     "oob-dynamic-guard": "a write lies behind the dynamic shared memory of the launch",
+    "oob-rank": "the cluster has no block of rank {signed}; the launch was stopped",
+    "oob-map": "the address is no shared memory of this block and cannot be mapped; the launch was stopped",
     "deadlock-waiting": "{value} live threads all wait",
     "deadlock-spinning": "threads only yield in __nanosleep and nothing else happens: a wait that cannot end",
     "misaligned": "the address of an access is no multiple of {value}; the launch was stopped before it",
@@ -41,6 +48,7 @@ _SENTENCES = {
 
 
 _OF_MEMORY = ("race", "uninit", "oob", "write-to-const")
+_OF_NO_ACCESS = ("oob-index", "oob-rank", "oob-map")
 
 
 class Renderer:
@@ -83,6 +91,7 @@ class Renderer:
             places=places,
             mask=mask,
             count=record.count,
+            owner=None if record.owner == abi.NONE else record.owner,
         )
         return replace(draft, text=self._text(draft, record.value, waits))
 
@@ -91,7 +100,7 @@ class Renderer:
         if thread == abi.NONE:
             return Place(block=record.block[0]) if side == 0 and kind == "oob" else None
         action = ""
-        if kind in _OF_MEMORY and record.detail != abi.RULES.index("oob-index"):
+        if kind in _OF_MEMORY and abi.RULES[record.detail] not in _OF_NO_ACCESS:
             flags = record.access[side]
             action = "atomic" if flags & abi.ACCESS_ATOMIC else "write" if flags & abi.ACCESS_WRITE else "read"
         file, line, callers = self._source(pc, line)
@@ -112,7 +121,8 @@ class Renderer:
         sentence = _SENTENCES[finding.rule].format(value=value, signed=signed)
         head = f"{finding.kind}{' ' + finding.scope if finding.scope else ''}: "
         if finding.buffer:
-            head += f"{finding.buffer}{finding.offset:+d}: "
+            owner = "" if finding.owner is None else f" of block {finding.owner}, "
+            head += f"{finding.buffer}{owner}{finding.offset:+d}: "
         lines = [head + sentence + (f" ({finding.count} times)" if finding.count > 1 else "")]
         if finding.mask is not None:
             lines.append(f"    mask {finding.mask:#010x}")
@@ -121,31 +131,60 @@ class Renderer:
             if place.file == self._file and 0 < place.line <= len(self._lines):
                 lines.append(f"      | {self._lines[place.line - 1].strip()}")
         if finding.kind == "deadlock":
-            lines += [f"    {self._wait(wait)}" for wait in waits]
+            lines += [f"    {text}" for text in self._waits(waits)]
         return "\n".join(lines)
 
-    def _wait(self, wait: abi.WaitRecord) -> str:
-        if wait.kind == abi.WAIT_BLOCK:
-            what = abi.BLOCK_OPS[wait.op]
-        elif wait.kind == abi.WAIT_NAMED:
-            what = f"bar.sync {wait.op}, {wait.mask}"
-        else:
-            what = f"{abi.WARP_OPS[wait.op]}({wait.mask:#010x})"
-        file, line, callers = self._source(wait.pc, wait.line)
-        place = Place(file=file, line=line, callers=callers)
-        return f"warp {wait.warp}, lanes {_lanes(wait.lanes)} wait in {what}{place}"
+    def _waits(self, waits: Sequence[abi.WaitRecord]) -> list[str]:
+        """Who waits where. In a cluster, warps and blocks that wait alike share a line."""
+        alike: dict[tuple[int, ...], dict[int, list[int]]] = {}
+        for w in waits:
+            where = (w.lanes, w.kind, w.op, w.mask, w.line, w.pc) + (w.warp,) * (w.block == abi.NONE)
+            alike.setdefault(where, {}).setdefault(w.block, []).append(w.warp)
+        texts = []
+        for (lanes, kind, op, mask, line, pc, *_), blocks in alike.items():
+            by_warps: dict[tuple[int, ...], list[int]] = {}
+            for block, warps in blocks.items():
+                by_warps.setdefault(tuple(warps), []).append(block)
+            for members, owners in by_warps.items():
+                who = f"{_counted_as('warp', members)}"
+                who += "" if owners == [abi.NONE] else f" of {_counted_as('block', owners)}"
+                texts.append(
+                    f"{who}, lanes {_runs(_bits(lanes))} wait in {_call(kind, op, mask)}{self._at(pc, line)}"
+                )
+        return texts
+
+    def _at(self, pc: int, line: int) -> Place:
+        file, line, callers = self._source(pc, line)
+        return Place(file=file, line=line, callers=callers)
 
 
-def _lanes(bits: int) -> str:
-    """0xff01 -> '0,8-15'."""
+def _call(kind: int, op: int, mask: int) -> str:
+    if kind == abi.WAIT_BLOCK:
+        return abi.BLOCK_OPS[op]
+    if kind == abi.WAIT_NAMED:
+        return f"bar.sync {op}, {mask}"
+    if kind == abi.WAIT_CLUSTER:
+        return "barrier.cluster.wait"
+    return f"{abi.WARP_OPS[op]}({mask:#010x})"
+
+
+def _bits(bits: int) -> list[int]:
+    return [lane for lane in range(32) if bits >> lane & 1]
+
+
+def _counted_as(noun: str, numbers: Sequence[int]) -> str:
+    """'warp 3' or 'warps 0-2,5'."""
+    return f"{noun}{'s' if len(numbers) > 1 else ''} {_runs(numbers)}"
+
+
+def _runs(numbers: Iterable[int]) -> str:
+    """0, 8, 9, 10 -> '0,8-10'."""
     runs: list[list[int]] = []
-    for lane in range(32):
-        if not bits >> lane & 1:
-            continue
-        if runs and runs[-1][1] == lane - 1:
-            runs[-1][1] = lane
+    for number in sorted(numbers):
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
         else:
-            runs.append([lane, lane])
+            runs.append([number, number])
     return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
 
 

@@ -9,6 +9,7 @@ static inline MhcFinding blank_finding(MhcKind kind, MhcDetail detail) {
   finding.detail = detail;
   finding.thread[0] = finding.thread[1] = MHC_NONE;
   finding.region = MHC_NONE;
+  finding.owner = MHC_NONE;
   finding.count = 1;
   return finding;
 }

@@ -1,4 +1,4 @@
-// The runtime of the host backend: runs the CTAs of a launch one after another, one fiber per CUDA thread.
+// The runtime of the host backend: runs the clusters of a launch one after another, one fiber per CUDA thread.
 // Plain C++ without the standard library, so that a build needs a compiler and libc only.
 
 #include <math.h>
@@ -32,6 +32,21 @@ extern "C" unsigned long long mhc_rt_sync_warp(unsigned op, unsigned mask, unsig
 extern "C" void mhc_rt_sync_named(int number, int threads, int line) {
   MHC_NOTE_CALL_SITE();
   sync_named(static_cast<unsigned>(number), static_cast<unsigned>(threads), line);
+}
+
+extern "C" void mhc_rt_cluster_arrive(int release, int line) {
+  MHC_NOTE_CALL_SITE();
+  arrive_at_cluster(release != 0, line);
+}
+
+extern "C" void mhc_rt_cluster_wait(int line) {
+  MHC_NOTE_CALL_SITE();
+  wait_at_cluster(line);
+}
+
+extern "C" void* mhc_rt_map_shared(void* mine, int rank, int line) {
+  MHC_NOTE_CALL_SITE();
+  return map_shared(mine, rank, line);
 }
 
 extern "C" void mhc_rt_copy(void* to, const void* from, unsigned long bytes) {
@@ -133,7 +148,6 @@ static void begin_block(Cta* cta, uint64_t linear) {
   Launch* launch = cta->launch;
   const MhcLaunch* request = launch->request;
   cta->linear = linear;
-  ++cta->serial;
   cta->index = {static_cast<unsigned>(linear % request->grid.x),
                 static_cast<unsigned>(linear / request->grid.x % request->grid.y),
                 static_cast<unsigned>(linear / request->grid.x / request->grid.y)};
@@ -142,23 +156,33 @@ static void begin_block(Cta* cta, uint64_t linear) {
   cta->ready = 0;
   cta->at_barrier = 0;
   cta->cursor = 0;
-  cta->idle_yields = 0;
   cta->epoch = 0;
+  cta->last_phase = 0;
+  cta->started = cta->ended = false;
   memset(cta->named, 0, sizeof cta->named);
-  poison_shared(launch->module, request->dynamic_shared);
+  memset(cta->arrivals, 0, sizeof cta->arrivals);
+  memset(cta->waits, 0, sizeof cta->waits);
   for (unsigned warp = 0; warp < cta->warp_count; ++warp) {
     cta->warps[warp] = {0, lanes_of_warp(cta, warp), 0};
     cta->warp_priority[warp] = static_cast<unsigned char>(warp);
   }
   shuffle_priorities(cta);
   for (unsigned i = 0; i < cta->threads; ++i) prepare_fiber(cta, i);
-  if (launch->race != nullptr) reset_clocks(&launch->race->clocks, cta->warp_count);
+  if (cta->clocks != nullptr) reset_clocks(cta->clocks, cta->warp_count);
+}
+
+// Only now, so that what other blocks of the cluster wrote too early is lost, as it may be on a GPU.
+static void start_block(Cta* cta) {
+  const Launch* launch = cta->launch;
+  cta->started = true;
+  poison_shared(launch->module, cta->shared, launch->request->dynamic_shared);
+  fill_shared_guards(launch->module, cta->shared, launch->request->dynamic_shared);
 }
 
 static void check_shared_guards(Cta* cta) {
-  const ModuleMap& module = cta->launch->module;
-  const int64_t dynamic = broken_dynamic_guard(module, cta->launch->request->dynamic_shared);
-  const int64_t fixed = broken_static_guard();
+  const Launch* launch = cta->launch;
+  const int64_t dynamic = broken_dynamic_guard(launch->module, cta->shared, launch->request->dynamic_shared);
+  const int64_t fixed = broken_static_guard(launch->module, cta->shared);
   if (dynamic < 0 && fixed < 0) return;
   MhcFinding finding = blank_finding(MHC_OOB, dynamic >= 0 ? MHC_OOB_DYNAMIC_GUARD : MHC_OOB_SHARED_GUARD);
   finding.offset = dynamic >= 0 ? dynamic : fixed;
@@ -166,62 +190,120 @@ static void check_shared_guards(Cta* cta) {
   record(cta->launch, finding);
 }
 
-static void run_block(Cta* cta, uint64_t linear) {
-  Launch* launch = cta->launch;
-  begin_block(cta, linear);
-  running = pick_next(cta);
-  context_switch(cta->home, running->context);
+static void end_block(Cta* cta) {
+  const Launch* launch = cta->launch;
+  cta->ended = true;
+  check_shared_guards(cta);
+  if (launch->cluster.size == 1) return;
+  if (launch->race != nullptr) check_remote_accesses(launch->race, cta);
+  poison_shared(launch->module, cta->shared, launch->request->dynamic_shared);  // what others read too late is lost
+}
+
+// The cluster of the blocks from position `first` on in the order to run.
+static void begin_cluster(Launch* launch, uint64_t first) {
+  const MhcLaunch* request = launch->request;
+  Cluster& cluster = launch->cluster;
+  cluster.first_serial = static_cast<uint32_t>(first) + 1;
+  cluster.phase = 0;
+  cluster.arrived = 0;
+  cluster.live = cluster.pending = cluster.size * cluster.ctas[0].threads;
+  cluster.random.seed(request->seed * 0x1000193ull + first);
+  for (unsigned rank = 0; rank < cluster.size; ++rank) cluster.priority[rank] = static_cast<unsigned char>(rank);
+  launch->idle_yields = 0;
+  if (launch->race != nullptr) reset_cluster_clocks(&launch->race->cluster);
+  for (unsigned rank = 0; rank < cluster.size; ++rank) {
+    cluster.ctas[rank].serial = cluster.first_serial + rank;
+    begin_block(&cluster.ctas[rank], request->blocks != nullptr ? request->blocks[first + rank] : first + rank);
+  }
+  if (cluster.size == 1) start_block(&cluster.ctas[0]);
+}
+
+static void run_cluster(Launch* launch, uint64_t first) {
+  Cluster& cluster = launch->cluster;
+  begin_cluster(launch, first);
+  running = pick_next(&cluster.ctas[launch->request->order == MHC_DESCENDING ? cluster.size - 1 : 0]);
+  context_switch(launch->home, running->context);
   running = nullptr;
-  if (!launch->stopped && cta->live != 0) {
-    report_deadlock(cta);
+  if (!launch->stopped && cluster.live != 0) {
+    report_deadlock(launch);
     launch->stopped = true;
   }
-  check_shared_guards(cta);
-  check_stacks(cta);
-  if (!launch->stopped) ++launch->request->blocks_run;
+  for (unsigned rank = 0; rank < cluster.size; ++rank) {
+    Cta* cta = &cluster.ctas[rank];
+    if (cta->started && !cta->ended) check_shared_guards(cta);
+    check_stacks(cta);
+  }
+  if (!launch->stopped) launch->request->blocks_run += cluster.size;
 }
 
 // A launch is opened, run in slices and closed, so that Python can handle a Ctrl-C between the slices.
 
 struct OpenLaunch {
   Launch launch;
-  Cta cta;
+  Cta* ctas;
+  Fiber* fibers;
   uint64_t next;  // index of the next block to run
 };
 
+static uint64_t threads_of(const MhcLaunch* request) {
+  return uint64_t{request->block.x} * request->block.y * request->block.z;
+}
+
+static unsigned cluster_size(const MhcLaunch* request) { return request->cluster != 0 ? request->cluster : 1; }
+
+// Whether several CTAs can be alive at once (see module_map.h).
+extern "C" int mhc_rt_has_clusters(void) { return map_module().thread_segment == nullptr; }
+
 extern "C" void mhc_rt_close(OpenLaunch* open) {
-  end_race(&open->launch);
-  unmap_pages(open->cta.fibers, open->cta.threads * sizeof(Fiber));
+  Launch* launch = &open->launch;
+  const uint64_t size = cluster_size(launch->request);
+  end_race(launch);
+  unmap_pages(launch->segments, launch->segments_bytes);
+  unmap_pages(open->fibers, size * threads_of(launch->request) * sizeof(Fiber));
+  unmap_pages(open->ctas, size * sizeof(Cta));
   unmap_pages(open, sizeof(OpenLaunch));
+}
+
+static bool prepare_launch(OpenLaunch* open) {
+  Launch* launch = &open->launch;
+  Cluster& cluster = launch->cluster;
+  const unsigned threads = static_cast<unsigned>(threads_of(launch->request));
+  open->ctas = static_cast<Cta*>(map_pages(cluster.size * sizeof(Cta)));
+  open->fibers = static_cast<Fiber*>(map_pages(uint64_t{cluster.size} * threads * sizeof(Fiber)));
+  if (open->ctas == nullptr || open->fibers == nullptr) return false;
+  cluster.ctas = open->ctas;
+  for (unsigned rank = 0; rank < cluster.size; ++rank) {
+    Cta* cta = &cluster.ctas[rank];
+    cta->launch = launch;
+    cta->rank = rank;
+    cta->threads = threads;
+    cta->warp_count = (threads + WARP - 1) / WARP;
+    cta->fibers = open->fibers + rank * threads;
+  }
+  return allocate_segments(launch) && (launch->request->race == 0 || begin_race(launch));
 }
 
 // Null if there is not enough memory.
 extern "C" OpenLaunch* mhc_rt_open(MhcLaunch* request) {
   OpenLaunch* open = static_cast<OpenLaunch*>(map_pages(sizeof(OpenLaunch)));
   if (open == nullptr) return nullptr;
-  Cta* cta = &open->cta;
   open->launch.request = request;
   open->launch.module = map_module();
-  cta->launch = &open->launch;
-  cta->threads = request->block.x * request->block.y * request->block.z;
-  cta->warp_count = (cta->threads + WARP - 1) / WARP;
-  cta->fibers = static_cast<Fiber*>(map_pages(cta->threads * sizeof(Fiber)));
-  open->launch.out_of_memory = cta->fibers == nullptr;
-  if (request->race != 0 && !open->launch.out_of_memory) begin_race(&open->launch);
-  if (!open->launch.out_of_memory) return open;
+  open->launch.cluster.size = cluster_size(request);
+  if (prepare_launch(open)) return open;
   mhc_rt_close(open);
   return nullptr;
 }
 
-// Runs blocks for about `nanoseconds`. 1: blocks remain. 0: the launch is over. -1: out of memory.
+// Runs clusters for about `nanoseconds`. 1: blocks remain. 0: the launch is over. -1: out of memory.
 extern "C" int mhc_rt_run(OpenLaunch* open, unsigned long long nanoseconds) {
   FloatMode mode;
   Launch* launch = &open->launch;
   MhcLaunch* request = launch->request;
   const unsigned long long deadline = mhc_rt_nanoseconds() + nanoseconds;
   while (open->next < request->block_count && !launch->stopped && !launch->out_of_memory) {
-    run_block(&open->cta, request->blocks != nullptr ? request->blocks[open->next] : open->next);
-    ++open->next;
+    run_cluster(launch, open->next);
+    open->next += launch->cluster.size;
     if (mhc_rt_nanoseconds() > deadline) break;
   }
   request->completed = !launch->stopped;

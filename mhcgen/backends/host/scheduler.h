@@ -20,13 +20,19 @@ static inline void make_waiting(Fiber* fiber, State state) {
   --fiber->cta->ready;
 }
 
-static inline void shuffle_priorities(Cta* cta) {
-  for (unsigned i = cta->warp_count; i > 1; --i) {
-    const unsigned j = cta->random.below(i);
-    const unsigned char held = cta->warp_priority[i - 1];
-    cta->warp_priority[i - 1] = cta->warp_priority[j];
-    cta->warp_priority[j] = held;
+static inline void shuffle(unsigned char* items, unsigned count, Random& random) {
+  for (unsigned i = count; i > 1; --i) {
+    const unsigned j = random.below(i);
+    const unsigned char held = items[i - 1];
+    items[i - 1] = items[j];
+    items[j] = held;
   }
+}
+
+static inline void shuffle_priorities(Cta* cta) {
+  shuffle(cta->warp_priority, cta->warp_count, cta->random);
+  Cluster& cluster = cta->launch->cluster;
+  shuffle(cluster.priority, cluster.size, cluster.random);
 }
 
 static inline unsigned lowest(unsigned bits) { return static_cast<unsigned>(__builtin_ctz(bits)); }
@@ -79,8 +85,7 @@ static Fiber* pick_warp_greedy(Cta* cta) {
   return &cta->fibers[warp * WARP + lowest(cta->warps[warp].ready)];
 }
 
-static Fiber* pick_next(Cta* cta) {
-  if (cta->ready == 0) return nullptr;
+static Fiber* pick_in_block(Cta* cta) {
   switch (cta->launch->request->order) {
     case MHC_DESCENDING: return pick_descending(cta);
     case MHC_RANDOM: return pick_random(cta);
@@ -89,22 +94,84 @@ static Fiber* pick_next(Cta* cta) {
   }
 }
 
-// Give the turn to another fiber, or to the OS thread if none is ready. Returns when it is `self`'s turn again.
-static void give_up_turn(Fiber* self) {
-  Cta* cta = self->cta;
-  Fiber* next = pick_next(cta);
-  if (next == self) return;
-  ++cta->launch->request->switches;
-  running = next;
-  context_switch(self->context, next != nullptr ? next->context : cta->home);
+static void start_block(Cta* cta);  // runtime.cpp
+
+// The first block with a ready thread, from `rank` on in steps of 1 or -1.
+static Cta* sweep_blocks(const Cluster& cluster, unsigned rank, unsigned step) {
+  for (unsigned i = 0; i < cluster.size; ++i, rank = (rank + step) % cluster.size) {
+    if (cluster.ctas[rank].ready != 0) return &cluster.ctas[rank];
+  }
+  return nullptr;
 }
+
+// As likely as its share of the ready threads.
+static Cta* random_block(Cluster& cluster) {
+  unsigned ready = 0;
+  for (unsigned rank = 0; rank < cluster.size; ++rank) ready += cluster.ctas[rank].ready;
+  if (ready == 0) return nullptr;
+  unsigned skip = cluster.random.below(ready);
+  unsigned rank = 0;
+  for (; skip >= cluster.ctas[rank].ready; ++rank) skip -= cluster.ctas[rank].ready;
+  return &cluster.ctas[rank];
+}
+
+static Cta* first_block_by_priority(const Cluster& cluster) {
+  for (unsigned i = 0; i < cluster.size; ++i) {
+    if (cluster.ctas[cluster.priority[i]].ready != 0) return &cluster.ctas[cluster.priority[i]];
+  }
+  return nullptr;
+}
+
+// In the ascending and descending orders a block goes as far as it can before the next one has a turn.
+static Fiber* pick_in_cluster(Cluster& cluster, unsigned rank, MhcOrder order) {
+  Cta* cta = nullptr;
+  switch (order) {
+    case MHC_DESCENDING: cta = sweep_blocks(cluster, rank, cluster.size - 1); break;
+    case MHC_RANDOM: cta = random_block(cluster); break;
+    case MHC_WARP_GREEDY: cta = first_block_by_priority(cluster); break;
+    default: cta = sweep_blocks(cluster, rank, 1);
+  }
+  if (cta == nullptr) return nullptr;
+  if (!cta->started) start_block(cta);
+  return pick_in_block(cta);
+}
+
+// Null if no fiber is ready.
+static Fiber* pick_next(Cta* cta) {
+  Launch* launch = cta->launch;
+  if (launch->cluster.size > 1) {
+    return pick_in_cluster(launch->cluster, cta->rank, static_cast<MhcOrder>(launch->request->order));
+  }
+  return cta->ready != 0 ? pick_in_block(cta) : nullptr;
+}
+
+// After a thread has done nothing but wait a little: another block has its turn first.
+static Fiber* pick_after_yield(Cta* cta) {
+  Launch* launch = cta->launch;
+  Cluster& cluster = launch->cluster;
+  if (cluster.size == 1) return pick_in_block(cta);
+  const MhcOrder order = static_cast<MhcOrder>(launch->request->order);
+  const unsigned step = order == MHC_DESCENDING ? cluster.size - 1 : 1;
+  return pick_in_cluster(cluster, (cta->rank + step) % cluster.size, order);
+}
+
+// Give the turn to `next`, or to the OS thread if that is null. Returns when it is `self`'s turn again.
+static void hand_over(Fiber* self, Fiber* next) {
+  if (next == self) return;
+  Launch* launch = self->cta->launch;
+  ++launch->request->switches;
+  running = next;
+  context_switch(self->context, next != nullptr ? next->context : launch->home);
+}
+
+static void give_up_turn(Fiber* self) { hand_over(self, pick_next(self->cta)); }
 
 // Leave the launch for good, from the running fiber: what follows would crash or has no meaning.
 [[noreturn]] static void stop_launch() {
   Fiber* self = running;
   self->cta->launch->stopped = true;
   running = nullptr;
-  context_switch(self->context, self->cta->home);
+  context_switch(self->context, self->cta->launch->home);
   __builtin_unreachable();
 }
 
@@ -121,7 +188,7 @@ static void fiber_main() {
 
 static inline char* stack_of(const Cta* cta, unsigned linear) {
   const MhcLaunch* request = cta->launch->request;
-  return request->stacks + linear * request->stack_bytes;
+  return request->stacks + (uint64_t{cta->rank} * cta->threads + linear) * request->stack_bytes;
 }
 
 static void prepare_fiber(Cta* cta, unsigned linear) {
@@ -129,6 +196,7 @@ static void prepare_fiber(Cta* cta, unsigned linear) {
   const MhcDim3 shape = cta->launch->request->block;
   fiber->cta = cta;
   fiber->linear = linear;
+  fiber->arrival = {};
   fiber->index = {linear % shape.x, linear / shape.x % shape.y, linear / shape.x / shape.y};
   char* stack = stack_of(cta, linear);
   uint64_t* canary = reinterpret_cast<uint64_t*>(stack);

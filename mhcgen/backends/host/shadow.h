@@ -78,7 +78,7 @@ struct Shadow {
   uint32_t index;        // of the region in the launch
   unsigned cell_bits;    // log2 of the bytes of a cell
   Cell* cells;
-  bool shared;
+  Cta* owner;  // of shared memory; null for global memory
 
   uint64_t cell_count() const { return ((high - low) >> cell_bits) + 1; }
 };

@@ -10,7 +10,8 @@
 static int line_of_wait(const Fiber* fiber) {
   switch (fiber->state) {
     case State::AtBlockBarrier:
-    case State::AtNamedBarrier: return fiber->block_call.line;
+    case State::AtNamedBarrier:
+    case State::AtClusterBarrier: return fiber->block_call.line;
     case State::InWarpOperation: return fiber->warp_call.line;
     default: return 0;
   }
@@ -59,6 +60,7 @@ static void release_block_barrier(Cta* cta) {
     }
     make_ready(fiber);
   }
+  if (cta->clocks != nullptr) join_block(cta);
   cta->at_barrier = 0;
   ++cta->epoch;
   if (cta->launch->request->order == MHC_WARP_GREEDY) shuffle_priorities(cta);
@@ -67,7 +69,7 @@ static void release_block_barrier(Cta* cta) {
 static int sync_block(unsigned op, int predicate, int line) {
   Fiber* self = running;
   Cta* cta = self->cta;
-  cta->idle_yields = 0;
+  cta->launch->idle_yields = 0;
   self->block_call = {op, predicate, line};
   make_waiting(self, State::AtBlockBarrier);
   ++cta->at_barrier;
@@ -112,15 +114,14 @@ static void release_named_barrier(Cta* cta, unsigned number) {
       make_ready(fiber);
     }
   }
-  Race* race = cta->launch->race;
-  if (race != nullptr) join_warps(&race->clocks, warps, barrier.lanes, cta->warp_count);
+  if (cta->clocks != nullptr) join_warps(cta->clocks, warps, barrier.lanes, cta->warp_count);
   barrier = {};
 }
 
 static void sync_named(unsigned number, unsigned threads, int line) {
   Fiber* self = running;
   Cta* cta = self->cta;
-  cta->idle_yields = 0;
+  cta->launch->idle_yields = 0;
   self->block_call = {number, 0, line};
   // Number 0 belongs to __syncthreads; a count that is no whole number of warps is undefined in PTX.
   if (number == 0 || number >= NamedBarrier::COUNT || threads == 0 || threads % WARP != 0 || threads > MAX_THREADS) {
@@ -201,7 +202,7 @@ static void complete_warp_operation(Cta* cta, unsigned warp, unsigned together) 
     }
   }
   // Only __syncwarp orders memory. CUDA gives shuffles and votes no such effect.
-  if (op == MHC_SYNCWARP && cta->launch->race != nullptr) join_lanes(&cta->launch->race->clocks, warp, together);
+  if (op == MHC_SYNCWARP && cta->clocks != nullptr) join_lanes(cta->clocks, warp, together);
   cta->warps[warp].waiting &= ~together;
   for (unsigned rest = together; rest != 0; rest &= rest - 1) make_ready(&lanes[lowest(rest)]);
 }
@@ -232,7 +233,7 @@ static void report_call(Fiber* self, MhcDetail detail, unsigned mask, uint64_t v
 static uint64_t sync_warp(const WarpCall& call) {
   Fiber* self = running;
   Cta* cta = self->cta;
-  cta->idle_yields = 0;
+  cta->launch->idle_yields = 0;
   self->warp_call = call;
   if ((call.mask >> self->lane() & 1) == 0) {
     report_call(self, MHC_MASK_WITHOUT_SELF, call.mask, 0, call.line);
@@ -252,10 +253,12 @@ static uint64_t sync_warp(const WarpCall& call) {
 
 // ---- the end of a thread, and of hope ------------------------------------------------------------------------
 
+static void leave_cluster(Fiber* fiber);  // cluster.h
+
 static void thread_ended(Fiber* fiber) {
   Cta* cta = fiber->cta;
   const unsigned warp = fiber->warp();
-  cta->idle_yields = 0;
+  cta->launch->idle_yields = 0;
   make_waiting(fiber, State::Done);
   cta->warps[warp].live &= ~(1u << fiber->lane());
   --cta->live;
@@ -266,17 +269,18 @@ static void thread_ended(Fiber* fiber) {
     if (try_warp_operation(cta, warp, lane)) waiting &= cta->warps[warp].waiting;
   }
   if (cta->at_barrier != 0 && cta->at_barrier == cta->live) release_block_barrier(cta);
+  leave_cluster(fiber);
 }
 
 static void yield_turn(int line) {
   Fiber* self = running;
   Cta* cta = self->cta;
-  if (++cta->idle_yields > MAX_IDLE_YIELDS * cta->live) {
+  if (++cta->launch->idle_yields > MAX_IDLE_YIELDS * cta->launch->cluster.live) {
     MhcFinding finding = blank_finding(MHC_DEADLOCK, MHC_DEADLOCK_SPINNING);
     put_call(finding, 0, self, line);
     record(cta->launch, finding);
     stop_launch();
   }
   if (cta->launch->request->order == MHC_WARP_GREEDY) shuffle_priorities(cta);  // let others overtake
-  give_up_turn(self);
+  hand_over(self, pick_after_yield(cta));
 }

@@ -52,6 +52,11 @@ def dynamic_shared_names(source: str) -> tuple[str, ...]:
     return tuple(sorted({match.group(1) for match in names if match}))
 
 
+def uses_clusters(source: str) -> bool:
+    """Whether an emission knows of clusters at all."""
+    return "mhc_host_cluster_" in source or "mhc_host_map_shared_rank" in source
+
+
 def launch_bound(source: str, kernel: str) -> int | None:
     """The threads that `__launch_bounds__` allows the kernel; None where the emission says nothing plain."""
     match = re.search(rf"__launch_bounds__\s*\(\s*(\d+)\s*[,)][^;{{}}]*?\b{re.escape(kernel)}\s*\(", source)
