@@ -118,18 +118,26 @@ def program(
     return replace(made, **overrides)
 
 
-def chain(suffix: str = "", x: str = "x", **attrs: AttrValue) -> tuple[Stage, ...]:
-    """rowsq, gates, sinkhorn, collapse over streams `x`; tensors and stages carry the suffix."""
+def chain(suffix: str = "", x: str = "x", **options: Mapping[str, AttrValue]) -> tuple[Stage, ...]:
+    """rowsq, gates, sinkhorn, collapse over streams `x`; tensors and stages carry the suffix.
 
-    def named(*slots: str) -> dict[str, str]:
-        return {slot: f"{slot}{suffix}" for slot in slots}
+    Args:
+        suffix: of every name but `x`.
+        x: the streams.
+        options: attributes by kind of stage, `sinkhorn={"iters": 5}`.
+    """
 
-    iters = {key: value for key, value in attrs.items() if key == "iters"}
+    def make(kind: str, *given: str, **fixed: str) -> Stage:
+        names = {slot: f"{slot}{suffix}" for slot in (*slots(kind, "operands"), *slots(kind, "results"))}
+        reads = {slot: fixed.get(slot, names[slot]) for slot in given}
+        writes = {slot: names[slot] for slot in slots(kind, "results") if slot != "iterations"}
+        return stage(kind, f"{kind}{suffix}", reads, writes, **options.get(kind, {}))
+
     return (
-        stage("rowsq", f"rowsq{suffix}", {"x": x, **named("mixes")}, named("mixes_scaled")),
-        stage("gates", f"gates{suffix}", named("mixes_scaled", "scale", "base"), named("pre", "post", "logits")),
-        stage("sinkhorn", f"sinkhorn{suffix}", named("logits"), named("comb"), **iters),
-        stage("collapse", f"collapse{suffix}", {"x": x, **named("pre")}, named("y")),
+        make("rowsq", "x", "mixes", x=x),
+        make("gates", "mixes_scaled", "scale", "base"),
+        make("sinkhorn", "logits"),
+        make("collapse", "x", "pre", x=x),
     )
 
 

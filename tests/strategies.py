@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +12,12 @@ from hypothesis import strategies as st
 
 from mhcgen.build import build
 from mhcgen.combs import COMB_KINDS
+from mhcgen.combs.sinkhorn import OPTIONS
+from mhcgen.errors import UsageError
 from mhcgen.ir import Program, Stage
+from mhcgen.models import MODELS
 from mhcgen.passes.fuse import OPAQUE_KINDS
+from mhcgen.stages import KINDS
 
 FLOATS = ("fp32", "bf16", "fp16")
 DTYPES = st.sampled_from(FLOATS)
@@ -47,6 +52,20 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
         "iterations_out": draw(st.booleans()),
         "extra": draw(st.sampled_from([(), (), ("engram",), ("tap",), ("engram", "tap")])),
     }
+
+
+@st.composite
+def built(draw: st.DrawFn) -> Program:
+    """A Program of a model; options that it has no use for are left at its defaults."""
+    model, options = draw(st.sampled_from(sorted(MODELS))), draw(configs())
+    while True:
+        try:
+            return build(model, **options)
+        except UsageError as error:
+            # What the message names (`--iters`, `early_stop`) is what the model does not take.
+            field = error.where.lstrip("-").replace("-", "_").replace("with", "extra")
+            assert field in options, error
+            del options[field]
 
 
 def fitting_combs(n: int) -> list[str]:
@@ -89,6 +108,10 @@ class _Maker:
         results = {slot: self.new(pool, slot) for slot, pool in writes.items()}
         self.stages.append(stage(kind, f"s{len(self.stages)}", operands, results, (), **attrs))
 
+    def options(self, legal: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+        """Values for some of the attributes that a stage may leave out."""
+        return {key: self.draw(st.sampled_from(values)) for key, values in legal.items() if self.draw(st.booleans())}
+
     def grow(self) -> None:
         """One more stage of a random kind."""
         draw, tag = self.draw, len(self.stages)
@@ -99,25 +122,36 @@ class _Maker:
                 self.add("project", {"x": "streams", "fn": f"fn{tag}"}, {"mixes": "mixes"})
             case "rowsq":
                 acc, eps = draw(st.sampled_from(["fp64", "fp32"])), draw(st.sampled_from([1e-6, 1e-2]))
-                self.add("rowsq", {"x": "streams", "mixes": "mixes"}, {"mixes_scaled": "mixes"}, acc=acc, eps=eps)
+                self.add(
+                    "rowsq",
+                    {"x": "streams", "mixes": "mixes"},
+                    {"mixes_scaled": "mixes"},
+                    acc=acc,
+                    eps=eps,
+                    **self.options(KINDS["rowsq"].options),
+                )
             case "gates":
                 self.add(
                     "gates",
                     {"mixes_scaled": "mixes", "scale": f"scale{tag}", "base": f"base{tag}"},
                     {"pre": "gate", "post": "gate", **self.logits},
                     pre_eps=draw(st.sampled_from([1e-6, 1e-2])),
+                    **self.options(KINDS["gates"].options),
                 )
             case "matrix" if self.comb != "sinkhorn":
                 self.add("comb", self.logits, {"comb": "matrix"}, comb=self.comb)
             case "matrix":
                 counted = {"iterations": ""} if draw(st.booleans()) else {}
-                stop = draw(st.booleans())
+                stop, options = draw(st.booleans()), self.options(OPTIONS)
+                if options.get("domain") == "log":  # its potentials leave no choice of these
+                    options = {key: options[key] for key in options if key not in ("start", "eps_mode")}
                 self.add(
                     "sinkhorn",
                     {"logits": "logits"},
                     {"comb": "matrix", **counted},
                     iters=draw(_ITERS),
                     early_stop=stop,
+                    **options,
                 )
             case "collapse":
                 self.add("collapse", {"x": "streams", "pre": "gate"}, {"y": "columns"})
@@ -164,7 +198,7 @@ def hand_built(draw: st.DrawFn) -> Program:
 
 def programs() -> st.SearchStrategy[Program]:
     """Built and hand-built Programs."""
-    return st.one_of(configs().map(lambda options: build(**options)), hand_built())
+    return st.one_of(built(), hand_built())
 
 
 @st.composite
