@@ -10,8 +10,8 @@
 Streams are token-major [T, n, H]. Every site runs the same emitted text and differs in its parameters, so a trunk of
 any depth compiles one emission an arm. `mhcgen.trunk` has the other view: the whole trunk as one Program.
 
-An *arm* is one emission in use: expand, pre, finish, post, boundary, mean, head. `counts` says how often each ran,
-and its first run writes one line to the logger `mhcgen`: what ran is never inferred from what was asked for.
+An *arm* is one emission in use: expand, pre, finish, post, boundary, mean, sum, head. `counts` says how often each
+ran, and its first run writes one line to the logger `mhcgen`: what ran is never inferred from what was asked for.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class HyperConnections:
         report: the last WarmUp.
 
     Raises:
-        UsageError: an option out of its range, `U-FUSE`.
+        UsageError: an option out of its range, `U-FUSE`; `U-MODEL`, a model that sites alone do not make.
         RefusedError: the schedule is not legal.
         EnvironmentFault: the backend is not usable.
     """
@@ -128,10 +128,15 @@ class HyperConnections:
                 where="gemm",
                 hints=("leave gemm out, or use fuse='pre'",),
             )
+        spec = find_model(topology.model)
+        if spec.delayed_pre:
+            raise _unfit(spec.name, "collapses by the gates of the site before, and sites here run by their own")
+        if spec.stream_last and gemm is not None:
+            raise _unfit(spec.name, "stores the streams of a column side by side, and a GEMM reads them one by one")
         self.topology = topology
         self.fuse = fuse
         self.norm = norm
-        self._weighted = norm and find_model(topology.model).norm_weight
+        self._weighted = norm and spec.norm_weight
         self.sites = site_names(topology.layers)
         self.counts: Counter[str] = Counter()
         self.parameters: dict[str, Any] = {}
@@ -176,6 +181,8 @@ class HyperConnections:
             wanted["pre"] = (chain, {"scope": "pre", "projection": "fma"})
         if self.fuse == "boundary":
             wanted["boundary"] = ("boundary", {"scope": "boundary", "projection": "fma"})
+        if self.topology.exit == "sum":
+            wanted["sum"] = ("none", {"scope": "sum", "norm": False})
         if self.topology.exit == "head":
             wanted["head"] = ("pre" if fused else "none", {"scope": "head", **head})
         return {
@@ -213,7 +220,13 @@ class HyperConnections:
             found = self._checked(weights)
         else:
             found = trunk_parameters(
-                weights, t.layers, t.streams, t.hidden, exit=t.exit, norm=norms if self._weighted else False
+                weights,
+                t.layers,
+                t.streams,
+                t.hidden,
+                exit=t.exit,
+                rows=t.rows,
+                norm=norms if self._weighted else False,
             )
         self.parameters = {name: self._place(array) for name, array in found.items()}
         if warm_up:
@@ -423,9 +436,9 @@ class HyperConnections:
         return self._run("mean", workspace, {"x": x})["y"]
 
     def exit(self, x: Any, workspace: Workspace | None = None) -> Any:
-        """y [T, H]: the streams' end, by mean or by the gated head as the topology says."""
-        if self.topology.exit == "mean":
-            return self.mean(x, workspace)
+        """y [T, H]: the streams' end, by mean, sum or the gated head as the topology says."""
+        if self.topology.exit != "head":
+            return self._run(self.topology.exit, workspace, {"x": x})["y"]
         parameters = self._of("head", *PARAMETERS[:3])
         if self._gemm is not None:
             self._no_gemm_here(workspace)
@@ -469,3 +482,12 @@ class HyperConnections:
                 hints=(f"sites: {', '.join(self.sites)}",),
             )
         return branches[site]
+
+
+def _unfit(model: str, why: str) -> UsageError:
+    return UsageError(
+        "U-MODEL",
+        f"{model} {why}",
+        where="topology",
+        hints=("use the Program of the whole trunk: mhcgen.build(..., scope='trunk')",),
+    )

@@ -50,9 +50,10 @@ _HUGGING_FACE = {
 _MARKS = ("hc_mult", "hc_sinkhorn_iters", "hc_eps")
 #: Keys by which a JSON file is known for a Hugging Face configuration.
 _THEIRS = ("model_type", "architectures", "text_config", "hidden_size", "num_hidden_layers", "hc_mult")
-#: Names of models (`model_type`, `architectures`, lower case) to ours. DeepSeek-V4.1 is another arithmetic.
+#: Names of models (`model_type`, `architectures`, lower case) to ours. DeepSeek-V4.1 is another arithmetic than V4.
 _MODELS = (
     (re.compile(r"deepseek_?v4(?!\d|[._]\d|p\d)"), "deepseek-v4"),
+    (re.compile(r"deepseek_?v4[._p]?1(?!\d)"), "deepseek-v4.1"),
     (re.compile(r"glm"), "glm-5.3-flash"),
 )
 
@@ -66,11 +67,11 @@ class Topology:
         streams: n.
         hidden: H.
         layers: layers of the trunk, with an attention and an FFN site each.
-        iters: Sinkhorn iterations.
+        iters: Sinkhorn iterations; 0 only in a model that has none.
         rms_eps: eps of the RMS over the streams.
-        hc_eps: eps of pre and Sinkhorn; never the same knob as rms_eps.
+        hc_eps: eps of pre and Sinkhorn, never the same knob as rms_eps; 0 only in a model that has none.
         norm_eps: eps of the sub-layers' RMSNorm.
-        exit: `mean`, or `head` for the gated head.
+        exit: one of `mhcgen.models.EXITS`: `head` is the gated head.
     """
 
     model: str
@@ -85,8 +86,8 @@ class Topology:
 
     @property
     def rows(self) -> int:
-        """Mixes a token at a site: pre n, post n, comb n*n."""
-        return (2 + self.streams) * self.streams
+        """Mixes a token at a site: pre n, post n, and the logits of the mixing matrix."""
+        return find_model(self.model).mixes(self.streams)
 
     def config(self, **options: object) -> Config:
         """A checked Config of this topology; options are further fields of it (scope, norm, projection, ...).
@@ -222,9 +223,9 @@ def _hugging_face_layers(table: Mapping[str, Any], where: str, model: str | None
     if merged.get("engram_layer_ids"):
         raise _wrong(
             where,
-            "engram_layer_ids: this trunk adds to its streams between sites and collapses by earlier gates "
-            "(DeepSeek-V4.1), and that arithmetic is not built here",
-            "build its sites one by one with scope boundary and --with engram",
+            "engram_layer_ids: layers of this trunk add to the streams between its sites, and a topology of equal "
+            "layers does not say where",
+            "build its boundaries one by one: mhcgen emit --model deepseek-v4.1 --scope boundary --with engram",
         )
     spec = find_model(model or _model_of(table, merged, where))
     layers = _integer("layers", _get(merged, "num_hidden_layers", where), where, "num_hidden_layers")
@@ -275,10 +276,14 @@ def _model_of(table: Mapping[str, Any], merged: Mapping[str, Any], where: str) -
 def _checked(layer: Mapping[str, Any], where: str, index: int) -> Topology:
     place = f"{where}, layer {index}"
     values: dict[str, Any] = {"model": layer["model"]}
+    # A model without iterations or without an eps has 0 there, and no other may.
+    unused = {
+        key for key in ("iters", "rms_eps", "hc_eps", "norm_eps") if getattr(find_model(layer["model"]), key) == 0
+    }
     for key in ("streams", "hidden", "layers", "iters"):
-        values[key] = _integer(key, layer.get(key), place)
+        values[key] = 0 if key in unused and layer.get(key) == 0 else _integer(key, layer.get(key), place)
     for key in ("rms_eps", "hc_eps", "norm_eps"):
-        values[key] = _eps(key, layer.get(key), place)
+        values[key] = 0.0 if key in unused and layer.get(key) == 0 else _eps(key, layer.get(key), place)
     values["exit"] = layer["exit"]
     if values["exit"] not in EXITS:
         raise _wrong(place, f"exit must be {' or '.join(EXITS)}, got {values['exit']!r}")

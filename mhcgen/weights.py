@@ -299,6 +299,7 @@ def site_parameters(
     streams: int,
     hidden: int,
     *,
+    rows: int | None = None,
     norm: str | bool = False,
 ) -> dict[str, Array]:
     """`fn` [(2+n)n, n*H], `base` [(2+n)n] and `scale` [3] of one site, fp32 and C-contiguous.
@@ -309,6 +310,7 @@ def site_parameters(
         site: `attn` or `ffn`.
         streams: n.
         hidden: H.
+        rows: mixes a token of a model that has not (2+n)n.
         norm: also read `norm_weight` [H]: True by the name that goes with the spelling, or a name of its own in
             which `{layer}` and `{site}` are filled in.
 
@@ -327,7 +329,7 @@ def site_parameters(
         )
     weights = path if isinstance(path, WeightFile) else WeightFile(path)
     spelling = find_spelling(weights)
-    rows = (2 + streams) * streams
+    rows = (2 + streams) * streams if rows is None else rows
     wanted = {"fn": (rows, streams * hidden), "base": (rows,), "scale": (3,)}
     found = {
         part: _parameter(weights, spelling.site.format(layer=layer, site=site, part=part), shape)
@@ -368,14 +370,15 @@ def trunk_parameters(
     hidden: int,
     *,
     exit: str,
+    rows: int | None = None,
     norm: Mapping[str, str] | bool = False,
 ) -> dict[str, Array]:
     """Every parameter of a trunk by its name in a trunk Program: `0.attn.fn`, ..., `head.scale`.
 
     Args:
-        path, streams, hidden: as in `site_parameters`.
+        path, streams, hidden, rows: as in `site_parameters`.
         layers: layers 0 to layers - 1 are read; others (MTP layers, say) are left alone.
-        exit: `head` reads the gated head too, `mean` has no parameters.
+        exit: `head` reads the gated head too, others have no parameters.
         norm: also read norm weights: True by the spelling's names, or site to a name with `{layer}`.
 
     Raises: as `site_parameters`.
@@ -385,7 +388,7 @@ def trunk_parameters(
     for name in site_names(layers):
         layer, site = name.split(".")
         wish = norm if isinstance(norm, bool) else norm[site]
-        read = site_parameters(weights, int(layer), site, streams, hidden, norm=wish)
+        read = site_parameters(weights, int(layer), site, streams, hidden, rows=rows, norm=wish)
         found.update({at(name, part): array for part, array in read.items()})
     if exit == "head":
         found.update({at("head", part): a for part, a in head_parameters(weights, streams, hidden).items()})

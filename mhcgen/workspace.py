@@ -31,7 +31,7 @@ _SLOTS = {
     ("boundary", "comb_next"): ("comb", True),
 }
 #: Arms whose tensors share names with a site's and not their shapes or lifetimes.
-_APART = ("head", "mean")
+_APART = ("head", "mean", "sum")
 
 
 def slot_of(arm: str, tensor: str) -> tuple[str, bool]:

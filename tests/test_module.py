@@ -170,6 +170,34 @@ def test_norm_is_part_of_what_a_branch_reads(path: Path) -> None:
     np.testing.assert_allclose(made.z, reference.norm(made.y.astype(float), weight, WHERE.norm_eps), rtol=1e-5)
 
 
+def test_other_models_run_alike() -> None:
+    """A model of another mixing matrix, other row counts and another exit: module and Program have the same bits."""
+    from mhcgen import build
+    from mhcgen.inputs import make_inputs
+
+    where = Topology("mhc-lite", 3, 8, 1, 0, rms_eps=1e-6, hc_eps=0.0, norm_eps=1e-6, exit="sum")
+    program = build("mhc-lite", streams=3, hidden=8, scope="trunk", layers=1)
+    given = make_inputs(program, 2)
+    sites = ("0.attn", "0.ffn")
+    wanted = compile(program, fuse="pre").load(backend="host")(**given, branches=trunks.stage_branches(sites))
+    embeddings = given.pop("e")
+    hyper = HyperConnections(where, backend="host", fuse="pre").load(given, warm_up=False)
+    assert hyper.run(embeddings, turned, hyper.workspace(2)).tobytes() == wanted["y"].tobytes()
+    assert hyper.counts["sum"] == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "options"), [("deepseek-v4.1", {}), ("transformer-engine", {"gemm": lambda x, fn: x @ fn.T})]
+)
+def test_models_it_does_not_run(model: str, options: dict[str, Any]) -> None:
+    from mhcgen.models import MODELS
+
+    where = Topology(**{**WHERE.__dict__, "model": model, "exit": MODELS[model].exit, "hc_eps": MODELS[model].hc_eps})
+    with pytest.raises(UsageError) as caught:
+        HyperConnections(where, backend="host", **options)
+    assert caught.value.code == "U-MODEL" and model in caught.value.message
+
+
 # ---- engagement ---------------------------------------------------------------------------------------------
 def test_arms_are_counted_and_announced_once(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     hyper = HyperConnections(WHERE, backend="host", fuse="boundary").load(path)

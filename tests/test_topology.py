@@ -106,10 +106,24 @@ def test_counts_are_integers_in_range(tmp_path: Path, key: str, value: object) -
         read_topology(write(tmp_path, {**DEEPSEEK, key: value}))
 
 
-@pytest.mark.parametrize("name", ["deepseek_v4_1", "deepseek_v41", "DeepseekV4p1ForCausalLM", "llama", None])
+@pytest.mark.parametrize("name", ["deepseek_v4_2", "deepseek_v42", "deepseek_v5", "llama", None])
 def test_an_unknown_model_is_asked_for_and_never_guessed(tmp_path: Path, name: str | None) -> None:
     with pytest.raises(InputError, match="no model that is known"):
         read_topology(write(tmp_path, {**DEEPSEEK, "model_type": name, "architectures": []}))
+
+
+@pytest.mark.parametrize("name", ["deepseek_v4_1", "deepseek_v41", "DeepseekV4p1ForCausalLM"])
+def test_a_point_release_is_another_model(tmp_path: Path, name: str) -> None:
+    found = read_topology(write(tmp_path, {**DEEPSEEK, "model_type": name, "architectures": []}))
+    assert found is not None and (found.model, found.exit) == ("deepseek-v4.1", "pre")
+
+
+def test_zero_is_for_models_that_have_no_such_number(tmp_path: Path) -> None:
+    text = "model = 'mhc-lite'\nstreams = 3\nhidden = 8\nlayers = 1\n"
+    found = read_topology(own(tmp_path, text))
+    assert found is not None and (found.iters, found.hc_eps, found.rows) == (0, 0.0, 2 * 3 + 6)
+    with pytest.raises(InputError, match="rms_eps"):
+        read_topology(own(tmp_path, text + "rms_eps = 0\n"))
 
 
 def test_a_trunk_with_engram_layers_is_refused(tmp_path: Path) -> None:
@@ -197,7 +211,7 @@ def test_plain_layers_throughout_are_a_serial_trunk(tmp_path: Path) -> None:
         (OWN, "layers .* is missing"),
         ("hidden = 3\nlayers = 1\n", "streams .* is missing"),
         ("streams = 3\nlayers = 1\n", "hidden .* is missing"),
-        (OWN + "layers = 1\nexit = 'sum'\n", "exit must be"),
+        (OWN + "layers = 1\nexit = 'last'\n", "exit must be"),
         (OWN + "layers = 1\nresidual = 'both'\n", "residual must be"),
         (OWN + "layers = 1\nrms_eps = 0\n", "rms_eps"),
         ("model = 3\nstreams = 3\nhidden = 3\nlayers = 1\n", "model must be text"),

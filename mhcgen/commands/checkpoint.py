@@ -50,7 +50,7 @@ class Checkpoint:
             found = head_parameters(self.path, n, hidden)
         else:
             norm = "norm_weight" in wanted and "norm_weight" not in provided
-            found = site_parameters(self.path, self.layer, self.site, n, hidden, norm=norm)
+            found = site_parameters(self.path, self.layer, self.site, n, hidden, rows=program.dim("R"), norm=norm)
         twice = [name for name in found if name in provided]
         if twice:
             raise InputError(
