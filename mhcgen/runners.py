@@ -120,7 +120,7 @@ class HostRunner:
         from mhcgen.backends import host
 
         if scalar not in self._modules:
-            source, signatures = _text(self.plan, scalar)
+            source, signatures = text_of(self.plan, scalar)
             if self._source is not None:
                 source = self._source
             host_signatures = [
@@ -155,7 +155,7 @@ class HostRunner:
         )
 
 
-def _text(plan: Plan, scalar: bool) -> tuple[str, list[KernelSignature]]:
+def text_of(plan: Plan, scalar: bool) -> tuple[str, list[KernelSignature]]:
     """Source and signatures of a plan, or of its twin with element loads."""
     from dataclasses import replace
 
@@ -216,7 +216,7 @@ class CudaRunner:
     def module(self, scalar: bool = False) -> Any:
         """The compiled emission, or its twin with element loads."""
         if scalar not in self._modules:
-            source, signatures = _text(self.plan, scalar)
+            source, signatures = text_of(self.plan, scalar)
             if self._source is not None:
                 source = self._source
             self._modules[scalar] = self._cuda.CudaModule(source, signatures, compile=self._compile)
