@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mhcgen.backends import host
+from mhcgen.inputs import numpy_dtype
 from mhcgen.ir import Program
 from mhcgen.passes.fuse import OPAQUE_KINDS
 from mhcgen.plan import Plan
@@ -255,7 +256,7 @@ class Outcome:
     """Everything one run left behind.
 
     Args:
-        results: every result by name, in host memory; fp8 as its bytes.
+        results: every result by name, in host memory.
         values: intermediate values likewise; those that stayed in registers hold poison.
         launches: in order.
         changed_inputs: input name to the number of changed bytes.
@@ -309,6 +310,9 @@ def execute(
         **placed, out=out, branches=opaque_functions(program, arena, opaque), launch_options=launch_options
     )
     fetched = {**opaque, **{name: arena.fetch(array) for name, array in {**out, **results}.items()}}
+    for name, array in fetched.items():
+        if program.tensor(name).dtype == "fp8_e4m3":
+            fetched[name] = array.view(numpy_dtype("fp8_e4m3"))  # carried as bytes; its NaNs are compared as NaNs
     seconds = time.perf_counter() - started
     return Outcome(
         results={name: fetched[name] for name in results},

@@ -64,11 +64,12 @@ class Ran:
     seconds: float
 
 
-def run(request: Request, *, tamper: Tamper | None = None) -> Report:
+def run(request: Request, *, program: Program | None = None, tamper: Tamper | None = None) -> Report:
     """Run the gate.
 
     Args:
         request: what to check.
+        program: a hand-built Program in place of that of the request's Config.
         tamper: for tests of the gate: the text to compile for an arm.
 
     Returns:
@@ -84,7 +85,7 @@ def run(request: Request, *, tamper: Tamper | None = None) -> Report:
 
     started = time.perf_counter()
     request = checked(request, tuple(RED))
-    program = build_config(request.config)
+    program = build_config(request.config) if program is None else program
     arms, refused = chosen(program, request.options, request.arms)
     with _session(request, program) as session:
         arms = _runnable(session.machine, arms, refused)
