@@ -59,6 +59,8 @@ class Module:
         self.launches: list[Launch] = []
         self.stamps: dict[str, Any] = {}
         self._order = launch_order(plan)
+        #: kernel name -> tensors behind its pointers, and names of parameters that it is the first to write
+        self._pointers = {kernel.name: _pointers(plan, kernel) for kernel in plan.kernels}
         #: what a call writes to global memory, and allocates unless `out` gives it
         self.outputs = tuple(t for t in self.program.of_role("value", "result") if self._is_global(t.name))
 
@@ -121,10 +123,10 @@ class Module:
     def _is_global(self, tensor: str) -> bool:
         """Whether any kernel has a pointer to it (opaque stages always do)."""
         opaque = any(tensor in (*s.reads, *s.writes) for s in self.program.stages_of_kind(*OPAQUE_KINDS))
-        return opaque or any(tensor in tensors_of(self.plan, kernel) for kernel in self.plan.kernels)
+        return opaque or any(tensor in names for names, _ in self._pointers.values())
 
     def _launch(self, kernel: Kernel, arrays: dict[str, Any], tokens: int, options: dict[str, Any]) -> None:
-        names = tensors_of(self.plan, kernel)
+        names, fresh = self._pointers[kernel.name]
         args = [arrays[name] for name in names]
         scalar = self._misaligned(args)
         grid, scalars = geometry(kernel, tokens)
@@ -136,12 +138,7 @@ class Module:
             shape = (tokens, stamp_count(kernel), 2)
             self.stamps[kernel.name] = self.runner.empty(shape, "int64")
             tail = [self.stamps[kernel.name], *tail]
-        written = tuple(
-            p.name
-            for p, name in zip(signature(self.plan, kernel).params, names, strict=False)
-            if p.writable and self.plan.made_in(kernel, name)
-        )
-        report = self.runner.launch(kernel, scalar, grid, [*args, *tail], written, **options)
+        report = self.runner.launch(kernel, scalar, grid, [*args, *tail], fresh, **options)
         self.counts[kernel.name] += 1
         self.launches.append(Launch(kernel.name, grid, scalar, report))
 
@@ -246,6 +243,12 @@ class Module:
                     where=f"out[{name!r}]",
                     hints=("give each result memory of its own; inputs are never mutated",),
                 )
+
+
+def _pointers(plan: Plan, kernel: Kernel) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    names = tensors_of(plan, kernel)
+    pairs = zip(signature(plan, kernel).params, names, strict=False)
+    return names, tuple(p.name for p, name in pairs if p.writable and plan.made_in(kernel, name))
 
 
 def _shape_text(plan: Plan, tensor: Tensor) -> str:

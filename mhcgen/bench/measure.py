@@ -5,13 +5,14 @@ An arm that differs from the unfused emission in one byte is not timed: a fast w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from mhcgen.bench import timing
 from mhcgen.bench.device import Device
 from mhcgen.bench.floor import Floor, bytes_once, tensor_bytes
+from mhcgen.bench.timing import Timing
 from mhcgen.inputs import make_inputs
 from mhcgen.ir import Program
 from mhcgen.passes import run_pipeline
@@ -44,6 +45,23 @@ class Case:
     program: Program
     options: Options
     note: str = ""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A checked case, ready to be timed.
+
+    Args:
+        row: what is known of it so far.
+        launch: one call of it; the argument picks the set of arrays.
+        kernels: launches of a call.
+        sets: how many sets of arrays it rotates over.
+    """
+
+    row: Row
+    launch: Callable[[int], None]
+    kernels: int
+    sets: int
 
 
 @dataclass
@@ -134,14 +152,8 @@ class Bench:
         sets = [base] + [{**base, **{k: base[k].copy() for k in turning}} for _ in range(count - 1)]
         return [(inputs, self.outputs(module, tokens)) for inputs in sets]
 
-    def measure(self, case: Case, tokens: int, *, methods: tuple[str, ...] = ("graph",), rounds: int = 5) -> Row:
-        """One row: checked, then timed.
-
-        Args:
-            case: what.
-            tokens: T.
-            methods: of `graph`, `back_to_back` and `wall`; the first is the row's `us`.
-            rounds: of the methods other than `graph`.
+    def prepare(self, case: Case, tokens: int) -> Prepared:
+        """Load a case, check its bits, and make what a launch of it needs.
 
         Raises:
             MhcgenError: refused, not compiled, not launched.
@@ -154,32 +166,51 @@ class Bench:
         if differing:
             raise Unmeasurable(f"{differing} bytes differ from the unfused emission", row)
         sets = self.rotation(module, tokens)
+        row |= {"bytes": bytes_once(case.program, tokens), "sets": len(sets), "cold": self.cold}
 
         def launch(i: int) -> None:
             inputs, outputs = sets[i % len(sets)]
             module(out=outputs, **inputs)
 
-        moved = bytes_once(case.program, tokens)
-        count, replays = timing.counts_for(tokens)
+        return Prepared(row, launch, len(module.plan.kernels), len(sets))
+
+    def measure(self, case: Case, tokens: int, *, methods: tuple[str, ...] = ("graph",), rounds: int = 5) -> Row:
+        """One row: checked, then timed.
+
+        Args:
+            case: what.
+            tokens: T.
+            methods: of `graph`, `back_to_back` and `wall`; the first is the row's `us`.
+            rounds: of the methods other than `graph`.
+
+        Raises:
+            MhcgenError, Unmeasurable: as `prepare`.
+        """
+        prepared = self.prepare(case, tokens)
         for method in methods:
-            if method == "graph":
-                taken = self.device.graph(launch, count=max(count, min(len(sets), 2 * count)), replays=replays)
-            elif method == "back_to_back":
-                taken = self.device.back_to_back(
-                    launch, kernels=len(module.plan.kernels), launches=timing.BACK_TO_BACK, rounds=rounds
-                )
-            else:
-                taken = self.device.wall(launch, launches=timing.BACK_TO_BACK, rounds=rounds)
-            row |= taken.as_dict() if method == methods[0] else {method: taken.as_dict()}
-        row |= {
-            "method": methods[0],
-            "floor_us": round(self.floor.us(moved), 3),
-            "bytes": moved,
-            "GB_s": round(moved / row["us"] * 1e-3, 1) if row["us"] else 0.0,
-            "sets": len(sets),
-            "cold": self.cold,
-        }
-        return row
+            taken = self.timed(prepared, tokens, method, rounds)
+            self.note(prepared.row, method, taken, first=method == methods[0])
+        return prepared.row
+
+    def timed(self, prepared: Prepared, tokens: int, method: str, rounds: int = 5) -> Timing:
+        """Times of a prepared launch by one method: `graph`, `back_to_back` or `wall`."""
+        if method == "graph":
+            count, replays = timing.counts_for(tokens)
+            # Every set at least once, so that the rotation is as long as it claims to be.
+            return self.device.graph(prepared.launch, count=max(count, prepared.sets), replays=replays)
+        if method == "back_to_back":
+            return self.device.back_to_back(
+                prepared.launch, kernels=prepared.kernels, launches=timing.BACK_TO_BACK, rounds=rounds
+            )
+        return self.device.wall(prepared.launch, launches=timing.BACK_TO_BACK, rounds=rounds)
+
+    def note(self, row: Row, method: str, taken: Timing, *, first: bool) -> None:
+        """Enter times into a row: as its own `us` with floor and rate, or beside it under the method's name."""
+        if not first:
+            row[method] = taken.as_dict()
+            return
+        row |= {"method": method, **taken.as_dict(), "floor_us": round(self.floor.us(row["bytes"]), 3)}
+        row["GB_s"] = round(row["bytes"] / row["us"] * 1e-3, 1) if row["us"] else 0.0
 
     def attempt(self, case: Case, tokens: int, **options: Any) -> Row:
         """`measure`, with whatever goes wrong as the row's `error` instead of an exception."""
