@@ -285,8 +285,30 @@ def _split_cluster_syncs(kernel: Kernel) -> tuple[Node, ...]:
         later = [s for n in body[at:] for s in walk((n,)) if isinstance(s, Step) and s.team in ("mix", "all")]
         if not any(a.buffer.startswith("s_") and not a.own for step in later for a in step.accesses):
             body[at] = replace(node, team="again" if waiting else "split")
+            if waiting:
+                _defer(body, at)
             waiting = True
     return tuple(body)
+
+
+#: Iterations of the Sinkhorn after which its warp joins the second barrier: about when the data warps get there.
+JOIN_AFTER = 6
+
+
+def _defer(body: list[Node], at: int) -> None:
+    """Let the Sinkhorn's warp join the barrier from within its loop, if it has one that surely gets that far."""
+    for index in range(at + 1, len(body)):
+        loop = body[index]
+        if isinstance(loop, Sync) and loop.scope == "cluster":
+            return
+        if isinstance(loop, Loop):
+            stops = any(isinstance(s, Step) and s.template.startswith("stationary") for s in walk((loop,)))
+            if _role(loop) == "mix" and not stops:
+                sync = body[at]
+                assert isinstance(sync, Sync)
+                body[at] = replace(sync, team="deferred")
+                body[index] = replace(loop, join=min(loop.count - 1, JOIN_AFTER))
+            return
 
 
 # ---- body -------------------------------------------------------------------------------------------
@@ -334,7 +356,7 @@ def _item(kernel: Kernel, node: Node, bare: bool) -> EmitItem:
         because = "; ".join(_hazard(h) for h in node.because)
         if node.scope == "data":
             return EmitItem("guards/sync_data.cu.j2", {"threads": 32 * kernel.data_warps, "because": because})
-        if node.team in ("split", "again"):
+        if node.team in ("split", "again", "deferred"):
             # The warp of the mixes publishes something only if a hazard starts with a step of its own.
             mine = {step.name for step in kernel.steps() if step.team == "mix"}
             relaxed = "" if any(h.first in mine for h in node.because) else "_relaxed"
@@ -344,7 +366,10 @@ def _item(kernel: Kernel, node: Node, bare: bool) -> EmitItem:
     if isinstance(node, Loop):
         # A loop that all threads run holds its own guards; a team's loop is already inside one.
         inner = _items(kernel, node.body) if bare else tuple(_item(kernel, n, bare=False) for n in node.body)
-        return EmitItem("guards/loop.cu.j2", {"index": "iteration", "count": node.count, "comment": node.name}, inner)
+        head: dict[str, Any] = {"index": "iteration", "count": node.count, "comment": node.name}
+        if node.join >= 0:
+            return EmitItem("guards/loop_joining.cu.j2", {**head, "join": node.join}, inner)
+        return EmitItem("guards/loop.cu.j2", head, inner)
     return EmitItem(
         "guards/step.cu.j2",
         {"name": node.name},
