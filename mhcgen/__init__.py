@@ -24,9 +24,11 @@ from mhcgen.plan import Options, Plan
 if TYPE_CHECKING:
     from mhcgen import reference
     from mhcgen.api import compile
+    from mhcgen.module import HyperConnections
 
 __all__ = [
     "Config",
+    "HyperConnections",
     "MhcgenError",
     "Options",
     "Plan",
@@ -50,4 +52,6 @@ def __getattr__(name: str) -> object:
         return importlib.import_module("mhcgen.api").compile
     if name == "reference":
         return importlib.import_module("mhcgen.reference")
+    if name == "HyperConnections":
+        return importlib.import_module("mhcgen.module").HyperConnections
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -258,7 +258,7 @@ def test_a_captured_trunk_replays_after_others_came_and_went(tmp_path: Path, fus
     host = HyperConnections(where, backend="host", fuse=fuse).load(path)
     assert host.run(trunks.embeddings(where, 2), turned).tobytes() == wanted
     stream = cupy.cuda.Stream(non_blocking=True)
-    stream.synchronize()
+    cupy.cuda.Device().synchronize()
     with stream:
         hyper.run(embeddings, branch, workspace)
         stream.begin_capture()
