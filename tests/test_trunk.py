@@ -383,6 +383,18 @@ def test_schedules_of_a_trunk_do_not_change_a_bit(tmp_path: Path, placement: str
     assert module(**given, branches=stage_branches())["y"].tobytes() == plain.tobytes()
 
 
+@pytest.mark.parametrize(("fuse", "exit"), [("pre", "head"), ("boundary", "head"), ("boundary", "mean")])
+def test_the_race_checker_finds_nothing_in_a_trunk(tmp_path: Path, fuse: str, exit: str) -> None:
+    where = trunks.topology(3, 40, exit, layers=1)
+    path = trunks.checkpoint(tmp_path / "model.safetensors", where)
+    parameters = trunk_parameters(path, 1, where.streams, where.hidden, exit=exit)
+    module = mhcgen.compile(trunks.program(where), fuse=fuse, threads=64).load(backend="host", race=True)
+    module(e=trunks.embeddings(where, 2), **parameters, branches=stage_branches(SITES[:2]))
+    assert len(module.launches) == len(module.plan.kernels)
+    for launch in module.launches:
+        assert launch.report.raise_if_found().unwritten and not any(launch.report.unwritten.values())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("fuse", ["none", *FUSIONS])
 def test_six_sites_on_a_gpu_have_the_bits_of_the_host(trunk: Any, fuse: str) -> None:
