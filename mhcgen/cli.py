@@ -7,6 +7,7 @@ interrupted. A closed pipe (`| head`) is no error.
 from __future__ import annotations
 
 import contextlib
+import io
 import platform
 import sys
 import tempfile
@@ -168,5 +169,7 @@ def _fail(error: MhcgenError) -> int:
 
 def main() -> NoReturn:
     """Entry point of the `mhcgen` command."""
-    code = run(sys.argv[1:])
-    sys.exit(code)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A name that the terminal's encoding lacks is no reason to fail.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    sys.exit(run(sys.argv[1:]))

@@ -315,6 +315,13 @@ def test_no_stdout_at_all_is_fine() -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+def test_a_name_that_stdout_cannot_encode_is_fine(tmp_path: Path) -> None:
+    words = ["emit", "--hidden", "64", "--out", str(tmp_path / "größe\udcff")]
+    done = process(*words, env={"PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"gr\\xf6\\xdfe\\udcff: kernel.cu" in done.stdout
+
+
 # ---- the same text, always ----------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "words",
