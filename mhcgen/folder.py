@@ -102,7 +102,10 @@ def _manifest(config: Config, options: Options, program: Program, plans: dict[st
         "command": command_of(plans["kernel.cu"]),
         "model": config.model,
         "config": {**asdict(config), "extra": list(config.extra)},
-        "options": asdict(options),
+        # Only what was asked for: an option that is new and not used changes no snapshot.
+        "options": {
+            key: value for key, value in asdict(options).items() if value != getattr(Options(), key)
+        },
         "class": {
             "name": str(numeric),
             "functions": numeric.functions,

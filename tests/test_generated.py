@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from mhcgen.folder import FILES, folder_texts
 from mhcgen.generated_set import GENERATED, check_generated, generated_texts, write_generated
 from mhcgen.lower import signature, tensors_of
 from mhcgen.passes import run_pipeline
-from mhcgen.plan import PLACEMENTS
+from mhcgen.plan import PLACEMENTS, Options
 from mhcgen.request import request
 
 ROOT = Path(__file__).parent.parent
@@ -134,6 +135,7 @@ def test_the_manifest_says_what_the_plan_says(case: str) -> None:
     manifest = json.loads(folder_texts(config, options)["manifest.json"])
     assert manifest["class"]["digest"] == program.numeric_class.digest
     assert manifest["command"] in plan.source
+    assert replace(Options(), **manifest["options"]) == options
     kernels = {step["kernel"]: step for step in manifest["schedule"]["kernel.cu"] if "kernel" in step}
     assert set(kernels) == {kernel.name for kernel in plan.kernels}
     for kernel in plan.kernels:
