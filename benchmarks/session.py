@@ -15,16 +15,19 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from mhcgen.bench.bandwidth import measure_bandwidth
 from mhcgen.bench.cases import CASES, PROJECTED, case
 from mhcgen.bench.device import Device, Dry, Gpu
 from mhcgen.bench.facts import facts
 from mhcgen.bench.floor import measure_floor
 from mhcgen.bench.measure import Bench, Case, Row
+from mhcgen.bench.peers import PEERS, measure_peer
 from mhcgen.bench.precompile import precompile
+from mhcgen.bench.seed_tables import SeedTables, phase_tables
 from mhcgen.ir import Program
 from mhcgen.plan import Options
 
@@ -32,23 +35,40 @@ FAST = {"functions": "fast", "sumsq": "fp32"}
 IEEE = {"functions": "ieee", "sumsq": "fp32"}
 SEED = {"functions": "ieee", "sumsq": "fp64"}
 CLUSTER = {"cluster": 16}
-#: What `finish` wants where tokens are many: the block's registers hold no slab, so more blocks fit an SM.
-PREFILL = {"slab": "global", "threads": 256, "mix_warp": "shared"}
+PREFILL = {"regime": "prefill"}
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large a session is."""
+    """How large a session is.
+
+    Args:
+        hidden, wide: H of the tables, and the other H of the decode table.
+        decode, prefill: token counts.
+        narrow: hidden sizes at which prefill is measured with and without a slab in registers.
+        others: stream counts beside 4.
+        mebibytes: sizes of the bandwidth probe.
+        seed: the seed gate's tables.
+    """
 
     hidden: int
     wide: int
     decode: tuple[int, ...]
     prefill: tuple[int, ...]
-    others: tuple[int, ...] = (2, 8)
+    narrow: tuple[int, ...]
+    others: tuple[int, ...]
+    mebibytes: tuple[int, ...]
+    seed: SeedTables
 
 
-FULL = Sizes(4096, 7168, (1, 8, 64), (512, 4096, 16384))
-TINY = Sizes(512, 768, (1, 3), (70,), (2,))
+FULL = Sizes(
+    4096, 7168, (1, 8, 64), (512, 4096, 16384), (1024, 2048), (2, 8), (64, 256, 1024, 4096),
+    SeedTables({"streams": 4, "hidden": 4096}),
+)
+TINY = Sizes(
+    512, 768, (1, 3), (70,), (256,), (2,), (1,),
+    SeedTables({"streams": 4, "hidden": 256}, (1, 2), 2, ("unfused", "v1", "v4.auto"), ("v4.auto",), ("v4.auto",)),
+)
 
 
 @dataclass
@@ -92,7 +112,7 @@ def subject(row: Row) -> str:
     """What a row is about, but for its token count."""
     name = f"{row['what']} {row.get('note', '')}".strip()
     n, hidden, functions, sumsq = (row.get(key, "-") for key in ("n", "H", "class", "sumsq"))
-    return f"{name:28.28s} n={n} H={hidden} {functions}/{sumsq}"
+    return f"{name:38.38s} n={n} H={hidden} {functions}/{sumsq}"
 
 
 def short(row: Row) -> str:
@@ -107,11 +127,20 @@ def pivot(rows: list[Row]) -> list[str]:
     lines: dict[str, list[str]] = {}
     errors: list[str] = []
     for row in rows:
-        cell = "-" if "error" in row else f"{row['us']:.2f}/{row['floor_us']:.2f}"
-        lines.setdefault(subject(row), []).append(f"T{row['T']} {cell}")
         if "error" in row:
             errors.append(f"! {short(row)}"[:160])
-    return [f"{name:52s} {'  '.join(cells)}" for name, cells in lines.items()] + errors[:12]
+        elif "us" in row:
+            cell = f"{row['T']}: {row['us']:.2f}/{row['floor_us']:.2f}"
+            graph = f" ({row['graph']['us']:.2f})" if "graph" in row else ""
+            lines.setdefault(subject(row), []).append(cell + graph)
+        elif "us_per_iteration" in row:
+            cost = f"{row['us_per_iteration']} us each, {row['us_at_none']} at none"
+            lines[f"{row['what']} {row['note']}"] = [cost]
+        for table in row.get("phases", ()):
+            cells = [f"{p['team'][0]}.{p['stage']} {p['cycles']:.0f}" for p in table["phases"]]
+            name = f"{row['what']} {row['class']} T={row['T']}: {table['cycles']:.0f} cycles"
+            lines.setdefault(name, []).append(", ".join(cells))
+    return [f"{name:48s} {'  '.join(cells)}" for name, cells in lines.items()] + errors[:12]
 
 
 def decode_cases(sizes: Sizes) -> list[tuple[Case, int, dict[str, Any]]]:
@@ -124,6 +153,10 @@ def decode_cases(sizes: Sizes) -> list[tuple[Case, int, dict[str, Any]]]:
                     continue  # post computes the same in every class
                 one = case(what, CLUSTER if what in PROJECTED else {}, dtype="bf16", hidden=hidden, **arithmetic)
                 found += [(one, tokens, {}) for tokens in sizes.decode]
+    for what in ("finish", "pre", "boundary", "post"):
+        schedule = {**(CLUSTER if what in PROJECTED else {}), "dependent": True}
+        one = case(what, schedule, "dependent", dtype="bf16", hidden=sizes.hidden, **FAST)
+        found += [(one, tokens, {}) for tokens in sizes.decode]
     for n in sizes.others:
         for what in ("finish", "pre", "post"):
             schedule = CLUSTER if what in PROJECTED else {}
@@ -147,7 +180,32 @@ def prefill_cases(sizes: Sizes) -> list[tuple[Case, int, dict[str, Any]]]:
         if arithmetic is FAST:
             forms.append(case("post", {}, **common))
         found += [(one, tokens, {}) for tokens in sizes.prefill for one in forms]
+    # How many blocks with a slab fit an SM decides whether the slab is worth it: see docs/cost-model.md.
+    for hidden in sizes.narrow:
+        for slab in ("registers", "global"):
+            one = case("finish", {"slab": slab}, f"slab {slab}", dtype="bf16", hidden=hidden, **FAST)
+            found.append((one, sizes.prefill[-1], {}))
     return found
+
+
+def phase_cases(sizes: Sizes) -> list[Case]:
+    """What is looked at from the inside."""
+    return [
+        case(what, CLUSTER if what in PROJECTED else {}, dtype="bf16", hidden=sizes.hidden, **arithmetic)
+        for arithmetic in (FAST, IEEE)
+        for what in ("finish", "finish+norm+quant", "pre", "boundary")
+    ]
+
+
+def peer_cases(sizes: Sizes) -> list[tuple[Case, int]]:
+    """What rivals are measured on, ours beside them."""
+    common: dict[str, Any] = {"dtype": "bf16", "hidden": sizes.hidden, **FAST}
+    few = [case(what, CLUSTER if what in PROJECTED else {}, **common) for what in ("finish", "pre", "post")]
+    many = [case(one.what, {**CLUSTER, **PREFILL} if one.what in PROJECTED else PREFILL, **common) for one in few]
+    return [
+        *((one, tokens) for tokens in sizes.decode for one in few),
+        *((one, tokens) for tokens in sizes.prefill for one in many),
+    ]
 
 
 Section = Callable[[Session], None]
@@ -168,14 +226,65 @@ def prefill(session: Session) -> None:
     session.rows(prefill_cases(session.sizes))
 
 
-SECTIONS: dict[str, Section] = {"decode": decode, "prefill": prefill}
+def phases(session: Session) -> None:
+    """Phases of the decode kernels, and the bandwidth probe."""
+    rows = session.found.setdefault("phases", [])
+    for tokens in session.sizes.decode[:2]:
+        for one in phase_cases(session.sizes):
+            rows += phase_tables(session.bench, [one], tokens)
+            session.save()
+    probes = session.found.setdefault("bandwidth", [])
+    for mebibytes in session.sizes.mebibytes:
+        probes.append(measure_bandwidth(session.bench, mebibytes, hidden=session.sizes.hidden))
+        session.save()
+
+
+def seed(session: Session) -> None:
+    """The seed gate's tables."""
+    for name, rows in session.sizes.seed.run(session.bench):
+        session.found.setdefault(name, []).extend(rows)
+        session.save()
+        print(f"{name}: {len(rows)} rows", flush=True)
+        if time.monotonic() > session.deadline:
+            raise TimeoutError("out of time")
+
+
+def peers(session: Session) -> None:
+    """Rivals beside our own figures; the compiled formula last, since its compiler takes long."""
+    rows = session.found.setdefault("rows", [])
+    cases = peer_cases(session.sizes)
+    session.rows((one, tokens, {}) for one, tokens in cases)
+    for peer in sorted(PEERS.values(), key=lambda peer: peer.name == "torch-compile"):
+        missing = peer.missing()
+        if missing:
+            session.found.setdefault("missing", {})[peer.name] = missing
+            continue
+        for one, tokens in cases:
+            if time.monotonic() > session.deadline:
+                raise TimeoutError("out of time")
+            row = measure_peer(session.bench, peer, one, tokens)
+            if row is not None:
+                rows.append(row)
+                session.save()
+                print(short(row), flush=True)
+
+
+SECTIONS: dict[str, Section] = {
+    "decode": decode, "phases": phases, "seed": seed, "prefill": prefill, "peers": peers,
+}
 
 
 def to_compile(sizes: Sizes, names: list[str]) -> list[tuple[Program, Options]]:
     """Plans that the sections load, baselines included."""
-    cases = [one for one, _, _ in decode_cases(sizes)] if "decode" in names else []
-    cases += [one for one, _, _ in prefill_cases(sizes)] if "prefill" in names else []
-    return [pair for one in cases for pair in ((one.program, one.options), (one.program, Options()))]
+    cases: dict[str, Callable[[], list[Case]]] = {
+        "decode": lambda: [one for one, _, _ in decode_cases(sizes)],
+        "prefill": lambda: [one for one, _, _ in prefill_cases(sizes)],
+        "phases": lambda: [replace(c, options=replace(c.options, stamps=True)) for c in phase_cases(sizes)],
+        "seed": sizes.seed.cases,
+        "peers": lambda: [one for one, _ in peer_cases(sizes)],
+    }
+    wanted = [one for name in names for one in cases[name]()]
+    return [pair for one in wanted for pair in ((one.program, one.options), (one.program, Options()))]
 
 
 def run_section(name: str, out: Path, dry: bool, seconds: float) -> None:
@@ -216,7 +325,15 @@ def summary(out: Path, names: list[str]) -> list[str]:
             continue
         found = json.loads(path.read_text())
         lines.append(f"== {name}: {found['gpu']}, copy {found['copy_TB_s']} TB/s, null {found['null_us']} us")
-        lines += pivot(found.get("rows", []))
+        for key, rows in found.items():
+            if isinstance(rows, list) and key != "traceback":
+                lines += [f"-- {key}", *pivot([row for row in rows if row["what"] != "bandwidth"])]
+                lines += [
+                    f"{r['MiB']} MiB: {r.get('read_GB_s')} read, {r.get('read_write_GB_s')} GB/s {r.get('error', '')}"
+                    for r in rows
+                    if r["what"] == "bandwidth"
+                ]
+        lines += [f"! {name}: {why}" for name, why in found.get("missing", {}).items()]
         lines += [f"! {found['error']}"] if "error" in found else []
     return lines
 
