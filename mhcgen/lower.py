@@ -85,6 +85,7 @@ def command_of(plan: Plan) -> str:
         ("mix-warp", o.mix_warp, "auto"),
         ("threads", o.threads, None),
         ("cluster", o.cluster, None),
+        ("regime", o.regime, "decode"),
     ):
         if value != default:
             words.append(f"--{flag} {value}")
