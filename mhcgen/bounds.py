@@ -22,7 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mhcgen.error_model import SLACK, Array, ErrorModel, raw_scale
+from mhcgen.error_combs import Array
+from mhcgen.error_model import SLACK, ErrorModel, raw_scale
 from mhcgen.ir import Program, Stage
 from mhcgen.reference import ceil_power_of_two, round_to
 
@@ -88,12 +89,15 @@ _WHY = {
     "rowsq": "U for each of sum, mean, eps, root and product, and the mixes' error",
     "gates": "the logit's error times the sigmoid's slope, exp, add, divide, add",
     "head_gates": "the logit's error times the sigmoid's slope, exp, add, divide, add",
+    "comb": "roundings of the map, and each logit's error times the derivative of comb by it",
     "sinkhorn": "each rounding and each logit's error times the derivative of comb by it",
     "collapse": "n fused multiply-adds, error of pre and of the streams",
     "norm": "U for each of sum, mean, eps, root and products, and the error of y",
     "quant": "what z within its limit can give",
     "post": "n + 1 roundings, error of post, comb, branch output and streams",
     "mean": "n - 1 additions and a division",
+    "sum": "n - 1 additions",
+    "first": "a copy",
     "branch": "opaque: the same array on both sides",
     "engram": "opaque: the same array on both sides",
     "tap": "opaque: the same array on both sides",
@@ -173,6 +177,7 @@ def _bound(model: ErrorModel, name: str) -> Bound:
     with np.errstate(all="ignore"):
         low, high = value - limit, value + limit
     why = f"{kind} in {program.arithmetic.functions}, {dtype}: {_WHY[kind]}"
+    limit, low, high = (model.turned(name, array) for array in (limit, low, high))
     return Bound("error", limit, low, high, why)
 
 
@@ -222,7 +227,7 @@ def _e4m3(values: Array) -> Array:
 
 
 def _compare(model: ErrorModel, name: str, got: npt.ArrayLike) -> Comparison:
-    allowed, reference = _bound(model, name), model.value(name)
+    allowed, reference = _bound(model, name), model.turned(name, model.value(name))
     actual = np.asarray(got).astype(np.float64)
     if actual.shape != reference.shape:
         raise ValueError(f"{name} has shape {actual.shape}, the reference {reference.shape}")

@@ -12,13 +12,13 @@ guide.
                         of positive numbers, ceil(log2 N) U relative
     ieee                exp within 1.1 ulp (2.2 U), division and square root correctly rounded (U each)
     fast                exp by ex2.approx: 2^-22 and 2 U |argument|; division 4 U; rsqrt.approx 2^-22.9
+    both                tanh within 2 ulp, and what its exponential and division add
     FLOOR = 2^-125      absolute, a stage: underflow and flushed subnormals
     SLACK = 1.01        second-order terms, except in comb, which has a factor of its own
 
-comb: the error of each local operation of the Sinkhorn iteration, and of its logits, times the absolute
-value of the derivative of the final matrix by that operation's result (a reverse sweep in float64).
-Iterations contract errors, so this stays near a few U where they converge, and grows only where they do not.
+comb: see `mhcgen.error_combs`.
 
+Streams are [T, n, H] throughout, also where a Program stores them stream-last.
 An opaque stage (branch, engram, tap) is taken to have given emission and reference the same array: hand the
 reference a function that returns what the emission's branch returned. Streams whose mean square overflows
 fp32 (beyond about 1e19) are outside the model.
@@ -26,52 +26,23 @@ fp32 (beyond about 1e19) are outside the model.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from mhcgen.error_combs import FLOOR, FUNCTIONS, Array, U, comb_error, depth
 from mhcgen.ir import Program, Stage
-from mhcgen.reference import evaluate, round_to, sigmoid
+from mhcgen.reference import STREAM_LAST, evaluate, root_mean_square, round_to, sigmoid
 
-Array = npt.NDArray[np.float64]
-
-U = 2.0**-24
-FLOOR = 2.0**-125
 SLACK = 1.01
 
 #: An exact 0 of the reference with an error below this is a sum of exact zeros: underflow did not happen.
 _ONLY_FLOORS = 2.0**-100
 
 #: Kinds whose results are not rounded anew.
-_COPIES = ("expand", "branch", "engram", "tap")
-
-#: Elements of the derivative held at once in the comb analysis (8 bytes each).
-_CHUNK = 1 << 21
-
-
-@dataclass(frozen=True)
-class _Functions:
-    """Relative errors of a function set: exp (and per unit of argument), division, 1/sqrt."""
-
-    exp: float
-    exp_argument: float
-    divide: float
-    root: float
-
-
-_FUNCTIONS = {
-    "ieee": _Functions(exp=2.2 * U, exp_argument=0.0, divide=U, root=2 * U),
-    "fast": _Functions(exp=2.0**-22, exp_argument=2 * U, divide=4 * U, root=2.0**-22.9),
-}
-
-
-def _depth(count: int) -> int:
-    """Roundings on the longest path of a sum that joins adjacent pairs first."""
-    return math.ceil(math.log2(count)) if count > 1 else 0
+_COPIES = ("expand", "first", "branch", "engram", "tap")
 
 
 class ErrorModel:
@@ -97,17 +68,30 @@ class ErrorModel:
         rounded: bool = False,
     ) -> None:
         self.program, self.rounded = program, rounded
-        self.functions = _FUNCTIONS[program.arithmetic.functions]
+        self.functions = FUNCTIONS[program.arithmetic.functions]
         self._inputs, self._values = inputs, values
         self._errors: dict[str, Array] = {}
 
     def value(self, name: str) -> Array:
-        """The reference's value of a tensor."""
+        """The reference's value of a tensor, streams as [T, n, H]."""
         if name in self._values:
-            return self._values[name]
+            return self.turned(name, self._values[name])
         if name in self._inputs:
-            return np.asarray(self._inputs[name]).astype(np.float64)
+            return self.turned(name, np.asarray(self._inputs[name]).astype(np.float64))
         raise ValueError(f"the bound needs the reference's {name}: run it with all_values=True")
+
+    def turned(self, name: str, array: Array) -> Array:
+        """Stored to [T, n, H] and back: swaps the last two axes of a stream-last tensor."""
+        return np.swapaxes(array, 1, 2) if self.program.tensor(name).shape == STREAM_LAST else array
+
+    def rows(self, name: str, array: Array | None = None) -> Array:
+        """A value, or an array of its shape, with a first axis of 1 where a tensor is the same for all tokens."""
+        found = self.value(name) if array is None else array
+        return found if self.program.tensor(name).shape[0] == "T" else found[None]
+
+    def tokens(self) -> int:
+        """T, of the first value that has it."""
+        return next(len(self.value(t.name)) for t in self.program.tensors if t.shape[0] == "T")
 
     def error(self, name: str) -> Array:
         """Bound of |emitted - reference| of a tensor, by element; 0 where the reference is not finite."""
@@ -132,7 +116,9 @@ class ErrorModel:
                 exact = value
                 if self.rounded:
                     operands = {slot: self.value(operand) for slot, operand in stage.operands}
-                    exact = np.asarray(evaluate(stage, operands, dict(self.program.dims))[slot])
+                    exact = np.asarray(
+                        evaluate(stage, operands, {**dict(self.program.dims), "T": self.tokens()})[slot]
+                    )
                 ends = [(end, round_to(end, dtype)) for end in (exact - error, exact + error)]
                 # Past the largest number the end itself stays, so that the limit stays finite; the factor
                 # keeps value +- limit from falling short of an end by the last bit of float64.
@@ -146,23 +132,34 @@ class ErrorModel:
 # --- stages: error of each result slot, from values and errors of operands --------------------------------
 
 
-def _inverse_rms(
-    model: ErrorModel, value: Array, error: Array, eps: float, acc: str, streams: int
-) -> tuple[Array, Array]:
-    """1/sqrt(mean(v^2) + eps) of each token of v [T, ...] and a bound of its relative error.
+def _root(model: ErrorModel, value: Array, error: Array, stage: Stage, streams: int) -> tuple[Array, Array]:
+    """What each token of v [T, ...] is divided by, and a bound of its relative error.
 
     The sum rounds each square and each addition (streams in order, then the column tree) in its
-    accumulator; the mean is narrowed or divided (U), eps is an fp32 number (U of it) and is added (U), then
-    the root.
+    accumulator; the mean is narrowed or divided (U). In the root, eps is an fp32 number (U of it) and is added
+    (U), and the root is rounded; outside it, likewise with the root first.
     """
-    axes = tuple(range(1, value.ndim))
-    unit = U if acc == "fp32" else 2.0**-53
-    mean = np.mean(value * value, axis=axes)
-    total = mean + eps
-    carried = np.mean((2 * np.abs(value) + error) * error, axis=axes)
-    summed = mean * (unit * (streams + _depth(value.shape[-1]) + 1) + U) + FLOOR
-    relative = (carried + summed + U * eps) / total + U
-    return 1.0 / np.sqrt(total), relative / 2 + relative * relative + model.functions.root
+    eps, place = float(stage.attr("eps")), stage.option("eps_place", "in")
+    count = value[0].size if len(value) else 1
+    unit = U if stage.attr("acc") == "fp32" else 2.0**-53
+    mean = np.mean(value * value, axis=tuple(range(1, value.ndim)))
+    carried = np.mean((2 * np.abs(value) + error) * error, axis=tuple(range(1, value.ndim)))
+    summed = mean * (unit * (streams + depth(value.shape[-1]) + 1) + U) + FLOOR
+    root = root_mean_square(mean, eps, place, count)
+    if place == "in":
+        relative = (carried + summed + U * eps) / (mean + eps) + U
+        return root, relative / 2 + relative * relative + U
+    moved = carried + summed
+    absolute = np.minimum(moved / np.sqrt(mean), np.sqrt(moved)) + U * np.sqrt(mean)
+    return root, (absolute + U * (root - np.sqrt(mean))) / root + U
+
+
+def _inverse_rms(model: ErrorModel, value: Array, error: Array, stage: Stage, streams: int) -> tuple[Array, Array]:
+    """1 over the root mean square of each token, and a bound of its relative error."""
+    root, relative = _root(model, value, error, stage, streams)
+    divides = stage.option("eps_place", "in") != "in"
+    # rsqrt.approx takes the place of root and division; elsewhere both are done.
+    return 1.0 / root, relative + (U + model.functions.divide if divides else model.functions.root)
 
 
 def _expand(model: ErrorModel, stage: Stage) -> dict[str, Array]:
@@ -189,9 +186,12 @@ def _project(model: ErrorModel, stage: Stage) -> dict[str, Array]:
 
 def _rowsq(model: ErrorModel, stage: Stage) -> dict[str, Array]:
     x, mixes = model.value(stage.operand("x")), stage.operand("mixes")
-    inverse, relative = _inverse_rms(
-        model, x, model.error(stage.operand("x")), stage.attr("eps"), stage.attr("acc"), x.shape[1]
-    )
+    error = model.error(stage.operand("x"))
+    if stage.option("form", "rsqrt") == "divide":
+        root, relative = _root(model, x, error, stage, x.shape[1])
+        inverse, relative = 1.0 / root, relative + model.functions.divide
+    else:
+        inverse, relative = _inverse_rms(model, x, error, stage, x.shape[1])
     scaled = np.abs(model.value(mixes)) * (relative + U)[:, None] + model.error(mixes) * (1 + relative)[:, None]
     return {"mixes_scaled": scaled * inverse[:, None] + FLOOR}
 
@@ -213,16 +213,47 @@ def _logit(model: ErrorModel, stage: Stage, part: slice, group: int) -> tuple[Ar
     return value, np.where(np.isfinite(value), error, 0.0)
 
 
+def _tanh_error(model: ErrorModel, x: Array, error: Array) -> Array:
+    """Absolute error of tanh: 2 ulp; where it is 1 - 2 / (exp(2x) + 1), that division and exponential too."""
+    functions, t = model.functions, np.tanh(x)
+    slope = 1.0 - t * t
+    far = slope / 2 * (functions.exp + functions.exp_argument * 2 * np.abs(x)) + (1 - np.abs(t)) * functions.divide
+    return slope * error * (1 + error) + 4 * U * np.abs(t) + np.where(np.abs(x) > 0.6, far, 0.0) + FLOOR
+
+
+def _act(model: ErrorModel, act: str, x: Array, error: Array) -> tuple[Array, Array]:
+    """Value of an activation, and its error."""
+    if act == "tanh":
+        return np.tanh(x), _tanh_error(model, x, error)
+    return sigmoid(x), _sigmoid_error(model, x, error)
+
+
 def _gates(model: ErrorModel, stage: Stage) -> dict[str, Array]:
     n, eps, mult = model.program.dim("n"), stage.attr("pre_eps"), stage.attr("post_mult")
-    pre, pre_error = _logit(model, stage, slice(0, n), 0)
-    post, post_error = _logit(model, stage, slice(n, 2 * n), 1)
-    _, comb_error = _logit(model, stage, slice(2 * n, None), 2)
+    acts = [stage.option(key, "sigmoid") for key in ("pre_act", "post_act", "pre_act")]
+    values, errors = [], []
+    for group, (part, act) in enumerate(zip((slice(0, n), slice(n, 2 * n), slice(2 * n, None)), acts, strict=True)):
+        if stage.option("form", "affine") == "scaled":
+            value, error = _scaled(model, stage, part, group, act)
+        else:
+            value, error = _logit(model, stage, part, group)
+            if group < 2:
+                value, error = _act(model, act, value, error)
+        values.append(value)
+        errors.append(error)
     return {
-        "pre": _sigmoid_error(model, pre, pre_error) + U * (sigmoid(pre) + 2 * eps),
-        "post": mult * (_sigmoid_error(model, post, post_error) + U * sigmoid(post)),
-        "logits": comb_error,
+        "pre": errors[0] + U * (np.abs(values[0]) + 2 * eps),
+        "post": mult * (errors[1] + U * np.abs(values[1])),
+        "logits": errors[2],
     }
+
+
+def _scaled(model: ErrorModel, stage: Stage, part: slice, group: int, act: str) -> tuple[Array, Array]:
+    """fma(act(mixes), scale, base) of a range of columns, and its error."""
+    name, scale = stage.operand("mixes_scaled"), model.value(stage.operand("scale"))[group]
+    acted, error = _act(model, act, model.value(name)[:, part], model.error(name)[:, part])
+    value = acted * scale + model.value(stage.operand("base"))[part]
+    return value, np.where(np.isfinite(value), error * abs(scale) + U * np.abs(value) + FLOOR, 0.0)
 
 
 def _head_gates(model: ErrorModel, stage: Stage) -> dict[str, Array]:
@@ -230,69 +261,13 @@ def _head_gates(model: ErrorModel, stage: Stage) -> dict[str, Array]:
     return {"pre": _sigmoid_error(model, pre, error) + U * (sigmoid(pre) + 2 * stage.attr("pre_eps"))}
 
 
-def _sinkhorn(model: ErrorModel, stage: Stage) -> dict[str, Array]:
-    name, n = stage.operand("logits"), model.program.dim("n")
-    logits, errors = model.value(name).reshape(-1, n, n), model.error(name).reshape(-1, n, n)
-    comb = np.zeros_like(logits)
-    chunk = max(1, _CHUNK // n**4)
-    for start in range(0, len(logits), chunk):
-        part = slice(start, start + chunk)
-        comb[part] = comb_error(logits[part], errors[part], stage.attr("iters"), stage.attr("eps"), model.functions)
-    return {"comb": comb, "iterations": np.zeros(len(logits))}
-
-
-def comb_error(logits: Array, errors: Array, iters: int, eps: float, functions: _Functions) -> Array:
-    """Bound of |emitted - reference| of comb [T, n, n].
-
-    Forward once, to have the matrix before each division; then backward, with D[t, out, from, to] the
-    derivative of final element `out` by the element of the current matrix. Division of a by s = sum + eps
-    gives b = a/s: b is rounded (one division an element), s is rounded (tree, + eps, fp32 eps: shared by
-    its row or column, so the derivatives are added before the absolute value is taken), and D becomes (D -
-    sum of D b over the line) / s.
-
-    Args:
-        logits: [T, n, n] float64.
-        errors: bound of the error of each.
-        iters: Sinkhorn iterations.
-        eps: eps of the Sinkhorn.
-        functions: the function set's errors.
-    """
-    tokens, n = logits.shape[:2]
-    difference = logits - np.max(logits, axis=2, keepdims=True)
-    p = np.exp(difference)
-    p = p / np.sum(p, axis=2, keepdims=True)
-    steps: list[tuple[int, Array, Array]] = []
-    a = p + eps
-    for axis in [1, *[2, 1] * (iters - 1)]:
-        s = np.sum(a, axis=axis, keepdims=True) + eps
-        a = a / s
-        steps.append((axis, s, a))
-    tree = _depth(n) * U
-    derivative = np.broadcast_to(np.eye(n * n).reshape(1, n * n, n, n), (tokens, n * n, n, n))
-    total = np.zeros((tokens, n * n))
-    for axis, s, b in reversed(steps):
-        weighted = derivative * b[:, None]
-        line = np.sum(weighted, axis=axis + 1, keepdims=True)
-        total += functions.divide * np.abs(weighted).sum(axis=(2, 3))
-        total += (tree + 2 * U) * np.abs(line).sum(axis=(2, 3))
-        derivative = (derivative - line) / s[:, None]
-    # p + eps, and p itself: a division, the sum of its row, the exponential and its argument.
-    added = U * (p + 2 * eps) + functions.divide * p + FLOOR
-    total += (np.abs(derivative) * added[:, None]).sum(axis=(2, 3))
-    weighted = derivative * p[:, None]
-    line = np.sum(weighted, axis=3, keepdims=True)
-    total += tree * np.abs(line).sum(axis=(2, 3))
-    argument = np.where(p > 0, np.abs(difference), 0.0)
-    exponent = functions.exp + (functions.exp_argument + U) * argument + np.where(p > 0, errors, 0.0)
-    total += (np.abs(weighted - line * p[:, None]) * exponent[:, None]).sum(axis=(2, 3))
-    error: Array = total.reshape(tokens, n, n)
-    # First order in relative errors r leaves terms of order r^2; r is 1e-6 at ordinary logits. Logits that
-    # are themselves off by d (bf16 streams under a large scale) move the derivatives by powers of exp(d): 8
-    # of them cover what was tried, and no element of comb exceeds 1.
-    relative = np.max(np.where(a > FLOOR, error / a, 0.0), axis=(1, 2), keepdims=True)
-    moved = np.exp(8.0 * np.max(np.where(p > 0, errors, 0.0), axis=(1, 2), keepdims=True))
-    bounded: Array = np.minimum(error * (1.0 + np.minimum(relative, 1.0)) * moved, 1.0)
-    return bounded
+def _comb(model: ErrorModel, stage: Stage) -> dict[str, Array]:
+    name, n = dict(stage.operands).get("logits"), model.program.dim("n")
+    value = model.value(name) if name else np.zeros((model.tokens(), 0))
+    error = model.error(name) if name else value
+    flat, errors = (a[None] if a.ndim == 1 else a for a in (value, error))
+    comb = comb_error(stage, flat, errors, n, model.functions)
+    return {"comb": comb.reshape(*value.shape[:-1], n, n), "iterations": np.zeros(len(flat))}
 
 
 def _weighted(model: ErrorModel, terms: list[tuple[str, Any, str, Any]]) -> Array:
@@ -303,8 +278,8 @@ def _weighted(model: ErrorModel, terms: list[tuple[str, Any, str, Any]]) -> Arra
     """
     total, partial = np.float64(FLOOR), np.float64(0.0)
     for weights, at, values, where in terms:
-        w, v = model.value(weights)[at], model.value(values)[where]
-        w_error, v_error = model.error(weights)[at], model.error(values)[where]
+        w, v = model.rows(weights)[at], model.value(values)[where]
+        w_error, v_error = model.rows(weights, model.error(weights))[at], model.error(values)[where]
         partial = partial + w * v
         total = total + U * np.abs(partial) + np.abs(w) * v_error + w_error * (np.abs(v) + v_error)
     return np.asarray(total)
@@ -318,7 +293,7 @@ def _collapse(model: ErrorModel, stage: Stage) -> dict[str, Array]:
 
 def _norm(model: ErrorModel, stage: Stage) -> dict[str, Array]:
     y, error = model.value(stage.operand("y")), model.error(stage.operand("y"))
-    inverse, relative = _inverse_rms(model, y, error, stage.attr("eps"), stage.attr("acc"), 1)
+    inverse, relative = _inverse_rms(model, y, error, stage, 1)
     z = (np.abs(y) * (relative + 2 * U)[:, None] + error * (1 + relative)[:, None]) * inverse[:, None]
     weight = dict(stage.operands).get("weight")
     return {"z": (z if weight is None else z * np.abs(model.value(weight))) + FLOOR}
@@ -356,6 +331,15 @@ def _mean(model: ErrorModel, stage: Stage) -> dict[str, Array]:
     return {"y": (rounded + error.sum(axis=1)) / n + FLOOR}
 
 
+def _sum(model: ErrorModel, stage: Stage) -> dict[str, Array]:
+    x, error = model.value(stage.operand("x")), model.error(stage.operand("x"))
+    return {"y": U * np.abs(np.cumsum(x, axis=1)[:, 1:]).sum(axis=1) + error.sum(axis=1) + FLOOR}
+
+
+def _first(model: ErrorModel, stage: Stage) -> dict[str, Array]:
+    return {"y": model.error(stage.operand("x"))[:, 0]}
+
+
 def _opaque(model: ErrorModel, stage: Stage) -> dict[str, Array]:
     return {slot: np.zeros(model.value(name).shape) for slot, name in stage.results}
 
@@ -366,12 +350,15 @@ _STAGES: dict[str, Callable[[ErrorModel, Stage], dict[str, Array]]] = {
     "rowsq": _rowsq,
     "gates": _gates,
     "head_gates": _head_gates,
-    "sinkhorn": _sinkhorn,
+    "sinkhorn": _comb,
+    "comb": _comb,
     "collapse": _collapse,
     "norm": _norm,
     "quant": _quant,
     "post": _post,
     "mean": _mean,
+    "sum": _sum,
+    "first": _first,
     "branch": _opaque,
     "engram": _opaque,
     "tap": _opaque,

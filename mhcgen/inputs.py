@@ -9,13 +9,16 @@ random inputs separate few of them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from mhcgen.ir import Program, Stage
+from mhcgen.ir import Program
+
+if TYPE_CHECKING:
+    from mhcgen.aim import Aim, Site
 
 AnyArray = npt.NDArray[np.generic]
 Inputs = dict[str, AnyArray]
@@ -119,136 +122,26 @@ def make_inputs(program: Program, tokens: int, seed: int = 0, kind: str = "unifo
 # --- discriminating inputs --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Site:
-    """One site's gates and what feeds them; `mixes` is None where a projection of the Program makes them."""
+def d1(aim: Aim) -> Inputs | None:
+    """Comb logits of a cyclic permutation, shift 1 or n-1 by token: comb against comb transposed.
 
-    rowsq: Stage
-    gates: Stage
-    mixes: str | None
-
-
-class _Aim:
-    """Inputs under construction, in float64, and the wiring needed to give inner values a wanted value."""
-
-    def __init__(self, program: Program, tokens: int) -> None:
-        self.program, self.tokens = program, tokens
-        self.n = program.dim("n")
-        self.values: dict[str, Float64] = {
-            name: array.astype(np.float64) for name, array in make_inputs(program, tokens, seed=1).items()
-        }
-        self.sites: list[_Site] = []
-        for gates in program.stages_of_kind("gates"):
-            rowsq = program.stage(program.writers[gates.operand("mixes_scaled")])
-            mixes = rowsq.operand("mixes")
-            self.sites.append(_Site(rowsq, gates, mixes if mixes in self.values else None))
-
-    def random(self, name: str, *shape: int) -> Float64:
-        """Uniform [-1, 1) float64 numbers of a stream of their own."""
-        return uniform(f"discriminating {name}", 1, shape).astype(np.float64)
-
-    def signs(self, name: str, *shape: int) -> Float64:
-        """+1 or -1."""
-        return np.where(self.random(name, *shape) < 0, -1.0, 1.0)
-
-    def set_streams(self, name: str, wanted: Float64) -> bool:
-        """Make stream tensor `name` equal `wanted` [T, n, H]; False where inputs alone cannot.
-
-        Through a post stage the streams are sent round by a cyclic permutation with post gates 0, so a comb
-        read the other way round puts them elsewhere. Through an expand only stream 0 of `wanted` counts.
-        """
-        if name in self.values:
-            self.values[name] = wanted
-            return True
-        writer = self.program.stage(self.program.writers[name])
-        if writer.kind == "expand" and writer.operand("e") in self.values:
-            self.values[writer.operand("e")] = wanted[:, 0]
-            return True
-        if writer.kind == "post" and all(operand in self.values for operand in writer.reads):
-            self.values[writer.operand("x")] = np.roll(wanted, -1, axis=1)
-            shape = (self.tokens, self.n, self.n)
-            self.values[writer.operand("comb")] = np.broadcast_to(_cycle(self.n, 1), shape)
-            self.values[writer.operand("post")] = np.zeros((self.tokens, self.n))
-            return True
-        return False
-
-    def streams(self, site: _Site) -> tuple[str, tuple[int, ...]]:
-        """Name and shape [T, n, H] of the streams a site reads."""
-        name = site.rowsq.operand("x")
-        return name, self.program.shape(name, self.tokens)
-
-    def set_logits(self, wanted: Callable[[str], Float64]) -> None:
-        """Make the logits of every site `wanted(name)` [T, (2+n)n], name being the stage's.
-
-        Where mixes and streams are given: streams of +1 and -1, so the inverse RMS is 1 but for eps, which
-        the mixes undo, and each token has its own logits. Elsewhere base carries the logits of token 0.
-        """
-        for site in self.sites:
-            name, shape = self.streams(site)
-            logits = wanted(site.gates.name)
-            scale, base = site.gates.operand("scale"), site.gates.operand("base")
-            if site.mixes is not None and self.set_streams(name, self.signs(name, *shape)):
-                self.values[site.mixes] = logits * (1.0 + float(site.rowsq.attr("eps"))) ** 0.5
-                self.values[scale], self.values[base] = np.ones(3), np.zeros(logits.shape[1])
-            elif self.tokens:
-                self.values[scale], self.values[base] = np.full(3, 2.0**-10), logits[0]
-
-    def finish(self) -> Inputs:
-        """The inputs in their dtypes, C-contiguous."""
-        found: Inputs = {}
-        for tensor in self.program.of_role("input", "parameter"):
-            with np.errstate(over="ignore"):
-                found[tensor.name] = np.ascontiguousarray(self.values[tensor.name].astype(_NUMPY[tensor.dtype]))
-        return found
-
-
-def _cycle(n: int, shift: int) -> Float64:
-    """Permutation matrix [from, to] that sends stream j to (j + shift) mod n."""
-    return np.roll(np.eye(n), shift, axis=1)
-
-
-def _with_comb(aim: _Aim, comb: Float64) -> Inputs:
-    """Inputs whose comb logits are `comb` [T, n, n] and whose gate logits are of order 1."""
-
-    def wanted(name: str) -> Float64:
-        gates = aim.random(f"gates {name}", aim.tokens, 2 * aim.n)
-        return np.concatenate([gates, comb.reshape(aim.tokens, aim.n * aim.n)], axis=1)
-
-    aim.set_logits(wanted)
-    return aim.finish()
-
-
-def _set_magnitude(aim: _Aim, site: _Site, magnitude: float, spread: float) -> bool:
-    """Streams of a site within (1 +- spread) of `magnitude`, signs mixed if spread > 0; mixes to match.
-
-    False where inputs alone cannot do it or the streams' dtype rounds the magnitude to 0.
+    The two differ by about 1. Needs n >= 3, since a 2 x 2 doubly stochastic matrix is symmetric, and a kind of
+    matrix that comes near a cycle (a Kronecker product of symmetric ones does not).
     """
-    name, shape = aim.streams(site)
-    if not float(np.float64(magnitude).astype(_NUMPY[aim.program.tensor(name).dtype])):
-        return False
-    wanted = np.full(shape, magnitude)
-    if spread:
-        wanted = wanted * aim.signs(name, *shape) * (1.0 + spread * aim.random(f"size {name}", *shape))
-    if not aim.set_streams(name, wanted):
-        return False
-    if site.mixes is not None:
-        aim.values[site.mixes] = aim.values[site.mixes] * magnitude
-    return True
-
-
-def d1(aim: _Aim) -> Inputs | None:
-    """Comb logits 10 x a cyclic permutation, shift 1 or n-1 by token: comb against comb transposed.
-
-    The two differ by about 1. Needs n >= 3: a 2 x 2 doubly stochastic matrix is symmetric.
-    """
-    if aim.n < 3 or not aim.sites:
-        return None
     shifts = [1 if token % 2 == 0 else aim.n - 1 for token in range(aim.tokens)]
-    comb = np.array([10.0 * _cycle(aim.n, shift) for shift in shifts])
-    return _with_comb(aim, comb.reshape(aim.tokens, aim.n, aim.n))
+    kinds = [site.kind for site in aim.sites]
+    if aim.n < 3 or not kinds or any(kind is None or kind.aim(aim.n, 1) is None for kind in kinds):
+        return None
+
+    def logits(site: Site) -> Float64:
+        assert site.kind is not None
+        made = [site.kind.aim(aim.n, shift) for shift in shifts]
+        return np.array(made, dtype=np.float64).reshape(aim.tokens, site.kind.logits(aim.n))
+
+    return aim.with_comb(logits)
 
 
-def d3(aim: _Aim) -> Inputs | None:
+def d3(aim: Aim) -> Inputs | None:
     """Streams about half the root of the largest eps: which eps went where.
 
     At an RMS eps of 1e-6 and an hc eps of 1e-2 the inverse RMS is 20.0, or 8.9 with the two mixed up. None
@@ -259,43 +152,46 @@ def d3(aim: _Aim) -> Inputs | None:
     }
     if len(eps) < 2 or not aim.sites:
         return None
-    done = [_set_magnitude(aim, site, max(eps) ** 0.5 / 2, 0.25) for site in aim.sites]
+    done = [aim.set_magnitude(site, max(eps) ** 0.5 / 2, 0.25) for site in aim.sites]
     return aim.finish() if any(done) else None
 
 
-def d4(aim: _Aim) -> Inputs | None:
-    """Streams all the root of the RMS eps: 1/rms is 707.1 at 1e-6 with eps in the root, 999.0 outside."""
-    done = [
-        float(site.rowsq.attr("eps")) > 0 and _set_magnitude(aim, site, float(site.rowsq.attr("eps")) ** 0.5, 0.0)
-        for site in aim.sites
-    ]
+def d4(aim: Aim) -> Inputs | None:
+    """Streams of the size at which the RMS eps weighs as much: 1/rms is 707.1 at 1e-6 in the root, 999.0 outside."""
+    done = [site.eps > 0 and aim.set_magnitude(site, aim.small(site), 0.0) for site in aim.sites]
     return aim.finish() if any(done) else None
 
 
-def d5(aim: _Aim) -> Inputs | None:
-    """Comb logits -1e4 in the last column, else 0: `sum + eps` ends at 1/n throughout, a clamp does not."""
-    if aim.n < 2 or not aim.sites:
+def d5(aim: Aim) -> Inputs | None:
+    """Comb logits -1e4 in the last column, else 0: `sum + eps` ends at 1/n throughout, a clamp does not.
+
+    For matrices that are normalised with an added eps.
+    """
+
+    def adds_eps(site: Site) -> bool:
+        m = site.matrix
+        return m is not None and m.kind == "sinkhorn" and m.option("eps_mode", "add") == "add" and site.limit > 1e4
+
+    if aim.n < 2 or not aim.sites or not all(adds_eps(site) and site.matrix is not None for site in aim.sites):
+        return None
+    if any(site.matrix is not None and site.matrix.option("domain", "linear") == "log" for site in aim.sites):
         return None
     comb = np.zeros((aim.tokens, aim.n, aim.n))
     comb[:, :, -1] = -1e4
-    return _with_comb(aim, comb)
+    return aim.with_comb(lambda site: comb)
 
 
-def d8(aim: _Aim) -> Inputs | None:
+def d8(aim: Aim) -> Inputs | None:
     """Comb logits about 89: without max-subtraction fp32 exp overflows to infinity and then NaN."""
-    if not aim.sites:
-        return None
-    return _with_comb(aim, 89.0 + aim.random("comb", aim.tokens, aim.n, aim.n))
+    return aim.around(89.0)
 
 
-def deep(aim: _Aim) -> Inputs | None:
+def deep(aim: Aim) -> Inputs | None:
     """Comb logits about -200: without the row maximum, or with one that counts padding as 0, exp is 0 throughout."""
-    if not aim.sites:
-        return None
-    return _with_comb(aim, -200.0 + aim.random("comb", aim.tokens, aim.n, aim.n))
+    return aim.around(-200.0)
 
 
-def d9(aim: _Aim) -> Inputs | None:
+def d9(aim: Aim) -> Inputs | None:
     """x = +1, -1, ... and fn = 1 + 2^-12, 1, ...: products sum to K/2 * 2^-12, or 0 in TF32 or bf16.
 
     Needs a projection with fp32 weights in the Program, and K even.
@@ -308,13 +204,13 @@ def d9(aim: _Aim) -> Inputs | None:
             continue
         odd = np.arange(k) % 2
         pattern = np.broadcast_to(1.0 - 2.0 * odd, (aim.tokens, k))
-        if aim.set_streams(name, pattern.reshape(aim.program.shape(name, aim.tokens))):
+        if aim.set_streams(name, pattern.reshape(aim.tokens, aim.n, k // aim.n)):
             aim.values[fn] = np.broadcast_to(1.0 + 2.0**-12 * (1 - odd), aim.values[fn].shape)
             done = True
     return aim.finish() if done else None
 
 
-def d10(aim: _Aim) -> Inputs | None:
+def d10(aim: Aim) -> Inputs | None:
     """Streams, branch output and mixes of token t times 2^(t mod 32): a row that uses another row's norm.
 
     In fp16 the power is t mod 10, so that the weighted sums stay finite.
@@ -322,7 +218,7 @@ def d10(aim: _Aim) -> Inputs | None:
     per_token = [
         tensor
         for tensor in aim.program.of_role("input")
-        if tensor.shape[0] == "T" and (tensor.shape[-1] in ("H", "R"))
+        if tensor.shape[0] == "T" and aim.shape_of(tensor.name)[-1] in ("H", "R")
     ]
     if not aim.sites or not per_token:
         return None
@@ -333,68 +229,78 @@ def d10(aim: _Aim) -> Inputs | None:
     return aim.finish()
 
 
-def d12(aim: _Aim) -> Inputs | None:
+def d12(aim: Aim) -> Inputs | None:
     """Streams and branch output all 0, mixes about the root of the RMS eps: eps lost gives NaN or infinity.
 
     Also an eps read with the wrong width (a double's bytes as a float is about -3e-19).
     """
-    eps = [float(site.rowsq.attr("eps")) for site in aim.sites]
-    if not eps or min(eps) <= 0:
+    if not aim.sites or min(site.eps for site in aim.sites) <= 0:
         return None
     for tensor in aim.program.of_role("input"):
-        if tensor.shape[-1] == "H":
+        if aim.shape_of(tensor.name)[-1] == "H":
             aim.values[tensor.name] = np.zeros_like(aim.values[tensor.name])
-    for site, value in zip(aim.sites, eps, strict=True):
+    for site in aim.sites:
         if site.mixes is not None:
-            aim.values[site.mixes] = aim.values[site.mixes] * value**0.5
+            aim.values[site.mixes] = aim.values[site.mixes] * aim.root(site, 0.0)
     return aim.finish()
 
 
-def d15(aim: _Aim) -> Inputs | None:
+def d15(aim: Aim) -> Inputs | None:
     """One NaN in the streams of the middle token: it must reach that token's results, no other token's."""
     for tensor in aim.program.of_role("input"):
-        if aim.tokens and tensor.shape in (("T", "n", "H"), ("T", "H")):
+        if aim.tokens and aim.shape_of(tensor.name) in (("T", "n", "H"), ("T", "H")):
             streams = aim.values[tensor.name].reshape(aim.tokens, -1, aim.program.dim("H"))
             streams[aim.tokens // 2, -1, streams.shape[2] // 2] = np.nan
             return aim.finish()
     return None
 
 
-def extreme(aim: _Aim) -> Inputs | None:
-    """Every logit +-89, +-200 or +-1e4: overflow of exp, underflow of comb, division by tiny sums."""
+def extreme(aim: Aim) -> Inputs | None:
+    """Every logit +-89, +-200 or +-1e4: overflow of exp, underflow of comb, division by tiny sums.
+
+    Logits of the matrix stay within what fp32 can take where its kind starts from a bare exponential.
+    """
     if not aim.sites:
         return None
-    columns = (2 + aim.n) * aim.n
-    index = np.arange(aim.tokens)[:, None] + np.arange(columns)[None, :]
-    magnitude = np.array([89.0, 200.0, 1e4])[index % 3]
-    aim.set_logits(lambda name: magnitude * aim.signs(f"extreme {name}", aim.tokens, columns))
+
+    def wanted(site: Site) -> Float64:
+        columns = aim.columns(site)
+        index = np.arange(aim.tokens)[:, None] + np.arange(columns)[None, :]
+        magnitude = np.array([89.0, 200.0, 1e4])[index % 3]
+        magnitude[:, 2 * aim.n :] = np.minimum(magnitude[:, 2 * aim.n :], site.limit)
+        signed: Float64 = magnitude * aim.signs(f"extreme {site.gates.name}", aim.tokens, columns)
+        return signed
+
+    aim.set_logits(wanted)
     return aim.finish()
 
 
-def minus_infinity(aim: _Aim) -> Inputs | None:
-    """One -inf in base (comb, row 0, column 1): that element is 0 + eps before normalising, without NaN.
+def minus_infinity(aim: Aim) -> Inputs | None:
+    """One -inf in base (comb logit 1, or 0 of one): that element is 0 + eps before normalising, without NaN.
 
-    With given mixes and two tokens or more, the last token also has a row that is -inf throughout: its comb
-    is NaN, and no other token's is.
+    With given mixes and two tokens or more, the last token also has a row (of a matrix without rows, everything)
+    that is -inf throughout: its comb is NaN, and no other token's is.
     """
-    if aim.n < 2 or not aim.sites:
+    logits = [aim.columns(site) - 2 * aim.n for site in aim.sites]
+    if aim.n < 2 or not logits or min(logits) < 1:
         return None
-    columns = (2 + aim.n) * aim.n
 
-    def wanted(name: str) -> Float64:
-        logits = aim.random(f"minus infinity {name}", aim.tokens, columns)
+    def wanted(site: Site) -> Float64:
+        columns = aim.columns(site)
+        made = aim.random(f"minus infinity {site.gates.name}", aim.tokens, columns)
         if aim.tokens > 1:
-            logits[-1, columns - aim.n :] = -np.inf
-        return logits
+            row = aim.n if columns == (2 + aim.n) * aim.n else columns - 2 * aim.n
+            made[-1, columns - row :] = -np.inf
+        return made
 
     aim.set_logits(wanted)
     for site in aim.sites:
-        aim.values[site.gates.operand("base")][2 * aim.n + 1] = -np.inf
+        aim.values[site.gates.operand("base")][2 * aim.n + (aim.columns(site) > 2 * aim.n + 1)] = -np.inf
     return aim.finish()
 
 
 #: Name -> maker. The D numbers are stable names with gaps: those missing are token counts, not values.
-DISCRIMINATING: dict[str, Callable[[_Aim], Inputs | None]] = {
+DISCRIMINATING: dict[str, Callable[[Aim], Inputs | None]] = {
     "D1": d1,
     "D3": d3,
     "D4": d4,
@@ -421,7 +327,9 @@ def discriminating(program: Program, tokens: int, name: str) -> Inputs | None:
     Raises:
         KeyError: unknown name.
     """
-    return DISCRIMINATING[name](_Aim(program, tokens))
+    from mhcgen.aim import Aim  # which needs this module
+
+    return DISCRIMINATING[name](Aim(program, tokens))
 
 
 # --- poison -----------------------------------------------------------------------------------------------

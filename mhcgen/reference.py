@@ -136,12 +136,16 @@ def project(x: Array, fn: Array) -> Array:
     return mixes
 
 
-def root_mean_square(mean_square: Array, eps: float, eps_place: str = "in") -> Array:
-    """sqrt(mean + eps) (in), sqrt(mean) + eps (out: Megatron, TileOPs), or max(sqrt(mean), eps) (clamp: mHC-lite)."""
+def root_mean_square(mean_square: Array, eps: float, eps_place: str = "in", count: int = 1) -> Array:
+    """sqrt(mean + eps) (in), sqrt(mean) + eps (out: Megatron, TileOPs), or max(|x|, eps) / sqrt(count) (clamp).
+
+    clamp is x / max(|x|, eps) * sqrt(count) of the mHC-lite code, |x| being the norm of all `count` elements.
+    """
     if eps_place == "out":
-        return np.sqrt(mean_square) + eps
+        outside: Array = np.sqrt(mean_square) + eps
+        return outside
     if eps_place == "clamp":
-        return np.maximum(np.sqrt(mean_square), eps)
+        return np.maximum(np.sqrt(mean_square), eps / np.sqrt(count))
     if eps_place != "in":
         raise ValueError(f"unknown place of eps {eps_place!r}")
     root: Array = np.sqrt(mean_square + eps)
@@ -151,7 +155,8 @@ def root_mean_square(mean_square: Array, eps: float, eps_place: str = "in") -> A
 def rowsq(x: Array, mixes: Array, eps: float, eps_place: str = "in") -> Array:
     """mixes_scaled [T, R] = mixes / the root mean square of x over streams and columns; eps inside the root."""
     mean_square: Array = np.mean(x * x, axis=(1, 2))
-    return mixes / root_mean_square(mean_square, eps, eps_place)[:, None]
+    count = x.shape[1] * x.shape[2]
+    return mixes / root_mean_square(mean_square, eps, eps_place, count)[:, None]
 
 
 def gates(

@@ -182,7 +182,7 @@ def rowsq(context: ClusterContext, stage: Stage) -> None:
         acc=acc,
         cluster=kernel.cluster,
         count_of=context.n * context.hidden,
-        eps=stage.attr("eps"),
+        eps=mix.rms_eps(context, stage),
         **mix.root_fields(stage),
     )
     mix.rescale(context, stage)
@@ -229,7 +229,7 @@ def gates(context: ClusterContext, stage: Stage) -> None:
         cluster=kernel.cluster,
         n=context.n,
         count_of=context.n * context.hidden,
-        rms_eps=rowsq_stage.attr("eps"),
+        rms_eps=mix.rms_eps(context, rowsq_stage),
         apply=mix.apply_function(rowsq_stage),
         pre_act=stage.option("pre_act", "sigmoid"),
         pre_eps=stage.attr("pre_eps"),

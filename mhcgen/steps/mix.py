@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from mhcgen.ir import Stage
@@ -68,7 +69,7 @@ def rowsq(context: Context, stage: Stage) -> None:
         acc=acc,
         warps=context.kernel.data_warps,
         count=count,
-        eps=stage.attr("eps"),
+        eps=rms_eps(context, stage),
         **root_fields(stage),
     )
     rescale(context, stage)
@@ -91,6 +92,13 @@ def rms_declare(context: Context, stage: Stage) -> Declare:
 
 def _rms(stage: Stage) -> str:
     return "root_mean_square" if _divides(stage) else "inverse_rms"
+
+
+def rms_eps(context: Context, stage: Stage) -> float:
+    """eps as the root takes it; a clamp is of the norm of all n*H elements, and the root is of their mean."""
+    eps = float(stage.attr("eps"))
+    clamps = stage.option("eps_place", "in") == "clamp"
+    return eps / math.sqrt(context.n * context.hidden) if clamps else eps
 
 
 def root_fields(stage: Stage) -> dict[str, Any]:

@@ -49,6 +49,9 @@ MHC_INLINE float mhc_host_ex2_approx(float x) {
   const float r = mhc_rt_exp2(x);
   return r < 1.17549435e-38f ? 0.0f : r;  // ex2.approx.ftz gives no subnormals; NaN stays NaN
 }
+MHC_INLINE float mhc_host_lg2_approx(float x) {  // lg2.approx.ftz takes subnormals as zeros
+  return __builtin_log2f(__builtin_fabsf(x) < 1.17549435e-38f ? 0.0f : x);
+}
 MHC_INLINE void mhc_host_bar_sync(int number, int threads, int line = __builtin_LINE()) {
   mhc_rt_sync_named(number, threads, line);
 }
