@@ -199,8 +199,10 @@ def arms() -> Iterator[tuple[str, Plan]]:
             ("plain boundary", {"scope": "boundary", "quant": "none", "early_stop": False}, {"fuse": "boundary"}),
         ):
             program = mhcgen.build(streams=streams, hidden=hidden, **{**chain, **build})
-            plan = mhcgen.compile(program, **{"fuse": "pre-norm-quant", **options})
+            plan = mhcgen.compile(program, **{"fuse": "pre-norm-quant", "cluster": 1, **options})
             yield f"{name}, n = {streams}", plan
+    program = mhcgen.build(hidden=1024, projection="fma", norm=True)
+    yield "cluster", mhcgen.compile(program, "pre-norm", cluster=4)
 
 
 ARMS = dict(arms())
@@ -235,7 +237,7 @@ def test_a_weakened_barrier_is_named_by_the_hazards_it_no_longer_covers(arm: str
     for index, made in enumerate(plan.kernels):
         for number, sync in enumerate(made.syncs()):
             needed = max(STRENGTH[h.scope] for h in sync.because)
-            for scope, team in (("warp", "mix"), ("warp", "data"), ("data", "data")):
+            for scope, team in (("warp", "mix"), ("warp", "data"), ("data", "data"), ("block", "all")):
                 if STRENGTH[scope] >= needed or (scope == "data" and not made.own_mix_warp):
                     continue
                 body = edit_sync(made.body, number, lambda s, w=scope, t=team: replace(s, scope=w, team=t))  # type: ignore[misc]
@@ -250,6 +252,7 @@ def test_a_weakened_barrier_is_named_by_the_hazards_it_no_longer_covers(arm: str
 def test_a_strengthened_barrier_is_fine(arm: str) -> None:
     plan = ARMS[arm]
     for index, made in enumerate(plan.kernels):
+        strongest = "cluster" if made.cluster > 1 else "block"
         for number, _ in enumerate(made.syncs()):
-            body = edit_sync(made.body, number, lambda s: replace(s, scope="block", team="all"))
+            body = edit_sync(made.body, number, lambda s, w=strongest: replace(s, scope=w, team="all"))  # type: ignore[misc]
             assert violations(plan, index, body) == set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import factories
@@ -12,7 +13,7 @@ from mhcgen import verify, verify_plan
 from mhcgen.errors import ProgramError
 from mhcgen.ir import Program, Stage, Tensor
 from mhcgen.log import Hazard
-from mhcgen.plan import Buffer, Columns, Kernel, Plan, Sync
+from mhcgen.plan import Buffer, Columns, Kernel, Node, Plan, Step, Sync
 
 MEAN = factories.program()
 CHAIN = factories.program(*factories.chain())
@@ -165,7 +166,7 @@ BROKEN: dict[str, list[tuple[Program, list[str]]]] = {
     "dtypes_fit_the_slots": [
         (
             factories.program(factories.stage("expand"), dtypes={"e": "bf16"}),
-            ["stage expand: an expand copies, so its dtypes cannot be bf16 and fp32"],
+            ["stage expand: expand copies, so its dtypes cannot be bf16 and fp32"],
         ),
         (
             retensor(CHAIN, "mixes", dtype="bf16"),
@@ -253,6 +254,17 @@ def with_barrier(barrier: Sync) -> Plan:
     return rekernel(body=(*GOOD.kernels[0].body, barrier))
 
 
+def is_step(node: Node, template: str) -> bool:
+    return isinstance(node, Step) and node.template == template
+
+
+def dependent(edit: Callable[[tuple[Node, ...]], tuple[Node, ...]]) -> Plan:
+    """A Plan for dependent launch with another body."""
+    made = mhcgen.compile(GOOD.program, "pre", dependent=True)
+    return made.with_kernel(0, replace(made.kernels[0], body=edit(made.kernels[0].body)))
+
+
+WORK = next(step for step in GOOD.kernels[0].steps() if step.name == "collapse.columns")
 NAME = "mhc_rowsq_gates_sinkhorn_collapse"
 HAZARD = Hazard("RAW", "s_pre", "a", "b", "block")
 #: rule -> Plans that break it, each with one sentence expected of that rule
@@ -277,6 +289,16 @@ BROKEN_PLANS: dict[str, list[tuple[Plan, str]]] = {
         (
             rekernel(buffers=(*GOOD.kernels[0].buffers, Buffer("s_spare", "float", 1))),
             f"{NAME}: buffer s_spare is never used",
+        ),
+    ],
+    "nothing_of_a_predecessor_is_read_before_the_wait": [
+        (
+            dependent(lambda body: tuple(n for n in body if not is_step(n, "dependent_wait"))),
+            f"{NAME}: dependent launch and its wait do not come as a pair",
+        ),
+        (
+            dependent(lambda body: (replace(WORK, constant=False), *body)),
+            f"{NAME}: collapse.columns runs before the wait and is not bound to parameters",
         ),
     ],
     "no_hazard_is_bare": [
