@@ -1,28 +1,26 @@
 """The tables of the seed gate: every arm at decode, what an iteration costs, and what fusing saves.
 
-fp32 streams in the seed's class (ieee, fp64 sum of squares), T = 1, 4, 8, early stop off unless a row says so. Arms
-take turns in every round, so that a drift of the clock meets them all alike.
+fp32 streams in the seed's class (ieee, fp64 sum of squares), T = 1, 4, 8, early stop off unless a row says so. The
+`us` of a row is the time per call among 300 queued ones, the median over rounds in which arms take turns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from importlib import import_module
 from typing import Any
 
-from mhcgen.bench.measure import Bench, Case, Prepared, Row, Unmeasurable, describe, error_text
+from mhcgen.bench.measure import Bench, Case, Row, Unmeasurable, describe, error_text
 from mhcgen.bench.parts import only
 from mhcgen.bench.phases import measure_phases
-from mhcgen.bench.timing import BACK_TO_BACK, Timing, summarise
+from mhcgen.bench.rounds import ROUNDS, arm_cases, interleaved
+from mhcgen.bench.timing import BACK_TO_BACK, Timing
 from mhcgen.build import build
-from mhcgen.gate.arms import candidates
 from mhcgen.ir import Program
 from mhcgen.plan import Options
 
 TOKENS = (1, 4, 8)
-ROUNDS = 5
 ITERATIONS = (1, 10, 20, 40)
 
 #: Arms of the gate that the tables show, as patterns: unfused, the seed's launches, v1, v2, v3 by placement and
@@ -38,40 +36,9 @@ SEPARATE = "rowsq+gates+sinkhorn+collapse,norm+quant"
 CONFIG: dict[str, Any] = {"dtype": "fp32", "functions": "ieee", "sumsq": "fp64"}
 
 
-def arm_cases(what: str, program: Program, fuse: str, patterns: Iterable[str] = ARMS) -> list[Case]:
-    """The arms of a Program whose names match, as cases; illegal ones too: their rows say why."""
-    wanted = tuple(patterns)
-    arms = candidates(program, Options(fuse=fuse))
-    return [Case(what, program, a.options, a.name) for a in arms if any(fnmatchcase(a.name, p) for p in wanted)]
-
-
-def interleaved(bench: Bench, cases: Iterable[Case], tokens: int, rounds: int = ROUNDS) -> list[Row]:
-    """Rows of cases that take turns: in each round every case is timed once, back to back.
-
-    A row's `us` is the median over the rounds of the time per call among 300 queued calls; `graph` holds the times
-    of graph replays of the same launch.
-    """
-    ready: list[tuple[Case, Prepared]] = []
-    rows: list[Row] = []
-    for case in cases:
-        try:
-            ready.append((case, bench.prepare(case, tokens)))
-            rows.append(ready[-1][1].row)
-        except Exception as error:  # noqa: BLE001  (one arm less)
-            rows.append({**describe(case, None, tokens), **getattr(error, "row", {}), "error": error_text(error)})
-    taken: dict[int, list[float]] = {}
-    for _ in range(rounds):
-        for number, (_, prepared) in enumerate(ready):
-            once = bench.device.back_to_back(
-                prepared.launch, kernels=prepared.kernels, launches=BACK_TO_BACK, rounds=1
-            )
-            taken.setdefault(number, []).append(once.median)
-    for number, (_, prepared) in enumerate(ready):
-        times = summarise(taken[number])
-        bench.note(prepared.row, "back_to_back", times, first=True)
-        prepared.row["runs"] = list(times.runs)
-        bench.note(prepared.row, "graph", bench.timed(prepared, tokens, "graph"), first=False)
-    return rows
+def arms_of(program: Program, patterns: Iterable[str]) -> list[Case]:
+    """The arms of the pre chain whose names match."""
+    return arm_cases("finish", program, Options(fuse="pre"), patterns)
 
 
 def slope(points: dict[int, float]) -> tuple[float, float]:
@@ -86,7 +53,7 @@ def slope(points: dict[int, float]) -> tuple[float, float]:
 def iteration_cases(config: dict[str, Any], arms: Iterable[str]) -> dict[int, list[Case]]:
     """The arms at every count of `ITERATIONS`."""
     programs = {iters: build(**{**CONFIG, **config, "iters": iters}) for iters in ITERATIONS}
-    return {iters: arm_cases("finish", program, "pre", arms) for iters, program in programs.items()}
+    return {iters: arms_of(program, arms) for iters, program in programs.items()}
 
 
 def iterations(
@@ -115,7 +82,7 @@ def early_stop_cases(config: dict[str, Any], arms: Iterable[str]) -> list[Case]:
     return [
         replace(case, note=f"{case.note}, early stop {'on' if stop else 'off'}")
         for stop in (False, True)
-        for case in arm_cases("finish", build(**{**CONFIG, **config, "early_stop": stop}), "pre", arms)
+        for case in arms_of(build(**{**CONFIG, **config, "early_stop": stop}), arms)
     ]
 
 
@@ -213,31 +180,33 @@ class SeedTables:
     def cases(self) -> list[Case]:
         """Every case of every table, to compile them beforehand."""
         program, post = self._program(), self._post()
-        stamped = [replace(c, options=replace(c.options, stamps=True)) for c in self._arms(program, self.stamped)]
+        stamped = [replace(c, options=replace(c.options, stamps=True)) for c in arms_of(program, self.stamped)]
         many = [case for cases in iteration_cases(self.config, self.iterated).values() for case in cases]
         return [
-            *self._arms(program, self.arms), post, *norm_quant_cases(self.config), projection_case(self.config),
+            *arms_of(program, self.arms), post, *norm_quant_cases(self.config), projection_case(self.config),
             *many, *early_stop_cases(self.config, self.iterated), *stamped,
         ]
+
+    @property
+    def count(self) -> int:
+        """How many tables `run` makes."""
+        return 4 * len(self.tokens) + 3
 
     def run(self, bench: Bench) -> Iterator[tuple[str, list[Row]]]:
         """Each table in turn, as (name, rows), so that what is done can be kept before the next begins."""
         program, first = self._program(), self.tokens[0]
         for count in self.tokens:
-            yield "arms", interleaved(bench, self._arms(program, self.arms), count, self.rounds)
+            yield "arms", interleaved(bench, arms_of(program, self.arms), count, self.rounds)
         for count in self.tokens:
             yield "post", interleaved(bench, [self._post()], count, self.rounds)
             yield "norm_quant", interleaved(bench, norm_quant_cases(self.config), count, self.rounds)
             yield "projection", projection(bench, self.config, count, self.rounds)
         yield "iterations", iterations(bench, self.config, first, self.rounds, self.iterated)
         yield "early_stop", interleaved(bench, early_stop_cases(self.config, self.iterated), first, self.rounds)
-        yield "phases", phase_tables(bench, self._arms(program, self.stamped), first)
+        yield "phases", phase_tables(bench, arms_of(program, self.stamped), first)
 
     def _program(self) -> Program:
         return build(**{**CONFIG, **self.config})
 
     def _post(self) -> Case:
         return Case("post", build(**{**CONFIG, **self.config, "scope": "post"}), Options())
-
-    def _arms(self, program: Program, patterns: tuple[str, ...]) -> list[Case]:
-        return arm_cases("finish", program, "pre", patterns)

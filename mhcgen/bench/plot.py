@@ -1,0 +1,80 @@
+"""A picture of a report: time against T with floor and rivals, and the rate against the bytes of a launch.
+
+The second is a roofline of the two limits that were measured: a launch of few bytes is bound by the time of an empty
+kernel, one of many by the rate of a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mhcgen.bench.report import sections, subject
+from mhcgen.errors import EnvironmentFault
+
+#: Beyond so many lines a picture is not read any more; the fastest are drawn.
+MOST_LINES = 12
+
+
+def curves(found: Mapping[str, Any]) -> dict[str, list[tuple[int, float, int]]]:
+    """name -> (T, us, bytes) of every arm and rival in the sections `rows` and `peers`, by T."""
+    made: dict[str, list[tuple[int, float, int]]] = {}
+    for name in ("rows", "peers"):
+        for row in sections(found).get(name, ()):
+            if "us" in row and "bytes" in row:
+                made.setdefault(subject(row), []).append((row["T"], row["us"], row["bytes"]))
+    kept = sorted(made, key=lambda curve: min(us / t for t, us, _ in made[curve]))[:MOST_LINES]
+    return {curve: sorted(points) for curve, points in made.items() if curve in kept}
+
+
+def plot(found: Mapping[str, Any], path: Path) -> None:
+    """Write the picture.
+
+    Args:
+        found: a report, as JSON has it.
+        path: where; its suffix picks the format (.png, .svg, .pdf).
+
+    Raises:
+        EnvironmentFault: `E-NO-PLOT`, matplotlib is not installed.
+    """
+    pyplot = require_plot()
+    lines = curves(found)
+    figure, (times, rates) = pyplot.subplots(1, 2, figsize=(12, 5))
+    rate, null = float(found["copy_TB_s"]) * 1e6, float(found["null_us"])
+    moved: dict[int, int] = {}
+    for name, points in lines.items():
+        counts, us, nbytes = (list(column) for column in zip(*points, strict=True))
+        times.plot(counts, us, marker="o", label=name)
+        rates.plot(nbytes, [b / t * 1e-3 for b, t in zip(nbytes, us, strict=True)], marker="o", label=name)
+        moved |= {t: min(b, moved.get(t, b)) for t, b in zip(counts, nbytes, strict=True)}
+    counts = sorted(moved)
+    times.plot(counts, [max(moved[t] / rate, null) for t in counts], "k--", label="floor")
+    times.set(xscale="log", yscale="log", xlabel="tokens T", ylabel="us a launch", title=str(found.get("gpu")))
+    sizes = sorted({b for points in lines.values() for _, _, b in points})
+    rates.plot(sizes, [min(rate, b / null) * 1e-3 for b in sizes], "k--", label="copy rate, empty kernel")
+    rates.set(xscale="log", yscale="log", xlabel="bytes moved once", ylabel="GB/s", title="rate against bytes")
+    times.legend(fontsize=7)
+    figure.tight_layout()
+    # By this word a later run knows that the file is mhcgen's to overwrite.
+    figure.savefig(path, dpi=120, **({"metadata": {"Software": "mhcgen"}} if path.suffix == ".png" else {}))
+    pyplot.close(figure)
+
+
+def require_plot() -> Any:
+    """`matplotlib.pyplot` on a backend that needs no display.
+
+    Raises:
+        EnvironmentFault: `E-NO-PLOT`.
+    """
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise EnvironmentFault(
+            "E-NO-PLOT", "matplotlib is not installed, so there is nothing to plot with", where="--plot",
+            hints=("pip install 'mhcgen[plot]'", "leave --plot out; --json keeps the figures"),
+        ) from error
+    return pyplot

@@ -1,0 +1,190 @@
+"""Tables of a JSON file of figures: for a terminal, and short ones in Markdown for docs/measurements.
+
+    python -m mhcgen.bench.report decode.json > docs/measurements/decode.md
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mhcgen.errors import InputError
+
+Row = Mapping[str, Any]
+
+#: Keys of a file that are no sections.
+_HEAD = ("notes", "traceback")
+_METHODS = {"graph": "graph replay", "back_to_back": "back to back", "wall": "Python calls"}
+
+
+def sections(found: Mapping[str, Any]) -> dict[str, list[Row]]:
+    """The sections of a file: its lists of rows, by name."""
+    return {
+        key: value
+        for key, value in found.items()
+        if isinstance(value, list) and key not in _HEAD and all(isinstance(row, dict) for row in value)
+    }
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A file of figures.
+
+    Raises:
+        InputError: `I-BENCH`, not such a file, or figures of a dry run, which measured nothing.
+    """
+    from mhcgen.bench.facts import FORMAT
+
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError("I-BENCH", f"the file cannot be read: {error}", where=str(path)) from error
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise InputError(
+            "I-BENCH", f"this is no file of figures in the form {FORMAT}", where=str(path),
+            hints=("`mhcgen bench --json FILE` writes one",),
+        )
+    if found.get("dry"):
+        raise InputError(
+            "I-BENCH", "these are the numbers of a dry run, which measures nothing", where=str(path),
+            hints=("measure on a GPU",),
+        )
+    return found
+
+
+# ---- rows to cells ----------------------------------------------------------------------------------
+def subject(row: Row) -> str:
+    """What a row is about, but for its token count."""
+    return " ".join(str(part) for part in (row["what"], row.get("note", "")) if part)
+
+
+def shape(row: Row) -> str:
+    """n, H, dtype and class, where a row has them."""
+    parts = [f"{key} = {row[key]}" for key in ("n", "H") if key in row]
+    words = [str(row[key]) for key in ("dtype", "class", "sumsq") if key in row]
+    return ", ".join([*parts, *([" ".join(words)] if words else [])])
+
+
+def cell(row: Row) -> str:
+    """The time of a row: the median, low to high."""
+    if "us" not in row:
+        return "-"
+    spread = f" ({row['low']:.2f} to {row['high']:.2f})" if "low" in row else ""
+    return f"{row['us']:.2f}{spread}"
+
+
+def _head(found: Mapping[str, Any]) -> str:
+    gpu, driver = found.get("gpu", "unknown GPU"), found.get("driver", "unknown")
+    limits = f"copy {found.get('copy_TB_s')} TB/s, null kernel {found.get('null_us')} us"
+    made = f"commit {found.get('commit')}, {found.get('date')}"
+    return f"{gpu}, driver {driver}; {limits}; {made}"
+
+
+def tables(found: Mapping[str, Any]) -> Iterable[tuple[str, list[list[str]]]]:
+    """(title, rows with their heading first) of every section of a file."""
+    for name, rows in sections(found).items():
+        for group in dict.fromkeys(shape(row) for row in rows):
+            mine = [row for row in rows if shape(row) == group]
+            title = f"{name}: {group}" if group else name
+            timed = [row for row in mine if "us" in row and row["what"] != "bandwidth"]
+            for method in dict.fromkeys(row.get("method", "graph") for row in timed):
+                yield f"{title}, {_METHODS[method]}", _timed([r for r in timed if r.get("method", "graph") == method])
+            for method in _METHODS:
+                if other := [{**row, **row[method]} for row in timed if method in row]:
+                    yield f"{title}, {_METHODS[method]}", _timed(other)
+            if slopes := [row for row in mine if "us_per_iteration" in row]:
+                yield title, _slopes(slopes)
+            if probes := [row for row in mine if row["what"] == "bandwidth" and "us" in row]:
+                yield title, _probes(probes)
+            for row in mine:
+                for table in row.get("phases", ()):
+                    yield f"{title}: {subject(row)}, T = {row['T']}", _phases(table)
+
+
+def _timed(rows: Sequence[Row]) -> list[list[str]]:
+    counts = list(dict.fromkeys(row["T"] for row in rows))
+    by_name: dict[str, dict[int, Row]] = {}
+    for row in rows:
+        by_name.setdefault(subject(row), {})[row["T"]] = row
+    floors = {count: min(r["floor_us"] for r in rows if r["T"] == count and "floor_us" in r) for count in counts}
+    body = [[name, *(cell(taken[c]) if c in taken else "-" for c in counts)] for name, taken in by_name.items()]
+    heading = ["us", *(f"T = {count}" for count in counts)]
+    return [heading, *body, ["floor", *(f"{floors[count]:.2f}" for count in counts)]]
+
+
+def _slopes(rows: list[Row]) -> list[list[str]]:
+    body = [[subject(row), f"{row['us_per_iteration']:.3f}", f"{row['us_at_none']:.2f}"] for row in rows]
+    return [["arm", "us an iteration", "us at none"], *body]
+
+
+def _probes(rows: list[Row]) -> list[list[str]]:
+    keys = ("MiB", "us", "read_GB_s", "read_write_GB_s", "copy_GB_s")
+    body = [[str(row[key]) for key in keys] for row in rows]
+    return [["MiB", "us", "read GB/s", "read and write GB/s", "copy GB/s"], *body]
+
+
+def _phases(table: Mapping[str, Any]) -> list[list[str]]:
+    keys = ("begin", "cycles", "ns")
+    body = [
+        [p["team"], p["stage"], *(f"{p[key]:.0f}" for key in keys), f"{100 * p['share']:.0f} %"]
+        for p in table["phases"]
+    ]
+    whole = ["all", "", "0", f"{table['cycles']:.0f}", f"{table['ns']:.0f}", ""]
+    return [["team", "phase", "begin", "cycles", "ns", "share"], *body, whole]
+
+
+def failures(found: Mapping[str, Any]) -> list[str]:
+    """One line for every figure that could not be taken."""
+    lines = [
+        f"{name}: {subject(row)}, {shape(row)}, T = {row.get('T')}: {row['error']}"
+        for name, rows in sections(found).items()
+        for row in rows
+        if "error" in row
+    ]
+    lines += [f"{peer}: {why}" for peer, why in found.get("missing", {}).items()]
+    return [*lines, *found.get("notes", ()), *([str(found["error"])] if "error" in found else [])]
+
+
+# ---- forms ------------------------------------------------------------------------------------------
+def text(found: Mapping[str, Any]) -> str:
+    """Tables for a terminal."""
+    lines = [_head(found)]
+    if found.get("dry"):
+        lines.append("A dry run: nothing here was measured.")
+    for title, rows in tables(found):
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines += ["", title]
+        for first, *others in rows:
+            cells = [first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(others, widths[1:], strict=True))]
+            lines.append("  " + "  ".join(cells).rstrip())
+    left = failures(found)
+    return "\n".join([*lines, *(["", "not measured"] if left else []), *(f"  {line}" for line in left)]) + "\n"
+
+
+def markdown(found: Mapping[str, Any]) -> str:
+    """Tables in Markdown, under a line that says where they come from."""
+    lines = [_head(found) + ".", "", f"`{found.get('command', '')}`"]
+    for title, rows in tables(found):
+        heading, *body = rows
+        lines += ["", f"### {title}", "", _line(heading), _line(["---"] * len(heading))]
+        lines += [_line(row) for row in body]
+    left = failures(found)
+    if left:
+        lines += ["", "Not measured:", "", *(f"- {line}" for line in left)]
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |"
+
+
+def main(paths: Iterable[str]) -> None:
+    """Print the tables of files in Markdown."""
+    for path in paths:
+        sys.stdout.write(markdown(read(Path(path))) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

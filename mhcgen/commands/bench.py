@@ -1,0 +1,92 @@
+"""`bench` and `tune`: times on a GPU, and the schedule that is fastest there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mhcgen.commands.options import Asked, Force, Tokens, integer, takes_request, token_counts
+from mhcgen.commands.output import say
+from mhcgen.errors import UsageError
+
+
+@takes_request
+def bench(
+    asked: Asked,
+    tokens: Tokens = "1,8,64",
+    arms: Annotated[
+        str,
+        typer.Option("--arms", metavar="all|LIST", help="Of `mhcgen list kernels`. Default: yours and the unfused."),
+    ] = "",
+    rounds: Annotated[str, typer.Option("--rounds", metavar="N", help="How often each is timed, in turns.")] = "5",
+    peers: Annotated[
+        str,
+        typer.Option(
+            "--peers", metavar="all|LIST",
+            help="Rivals beside them, where installed: torch, torch-compile, liger, flashinfer, tilekernels, "
+            "transformer-engine.",
+        ),
+    ] = "",
+    phases: Annotated[bool, typer.Option("--phases", help="Where the time of one launch goes.")] = False,
+    bandwidth: Annotated[
+        str | None, typer.Option("--bandwidth", metavar="MiB", help="How fast the collapse kernel streams so much.")
+    ] = None,
+    seed_tables: Annotated[
+        bool, typer.Option("--seed-tables", help="The tables of the seed gate, at T = 1, 4, 8 in its class.")
+    ] = False,
+    cold: Annotated[bool, typer.Option("--cold", help="Nothing in the L2 when a launch starts.")] = False,
+    json: Annotated[Path | None, typer.Option("--json", metavar="F", help="Write every figure to a file.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="F.png", help="Draw time against T, and a roofline.")
+    ] = None,
+    force: Force = False,
+) -> None:
+    """Time emissions on the GPU: medians of graph replays, with the floor and rivals beside them.
+
+    Every emission is first checked bit for bit against the unfused one; what differs is not timed.
+    """
+    from mhcgen.bench.run import BenchRequest, bench
+
+    for option, path in (("--json", json), ("--plot", plot)):
+        if path is not None:
+            _check_output(option, path, force)
+    if plot is not None:
+        from mhcgen.bench.plot import require_plot
+
+        require_plot()  # before anything is measured
+    request = BenchRequest(
+        config=asked.config,
+        options=asked.options,
+        tokens=token_counts(tokens),
+        arms=arms,
+        peers=peers,
+        phases=phases,
+        bandwidth=None if bandwidth is None else integer("--bandwidth", bandwidth),
+        seed_tables=seed_tables,
+        rounds=integer("--rounds", rounds),
+        cold=cold,
+    )
+    report = bench(request, progress=True)
+    if json is not None:
+        from mhcgen.files import write_file
+
+        write_file(json, report.json())
+    if plot is not None:
+        from mhcgen.bench.plot import plot as draw
+
+        draw(report.as_dict(), plot)
+    say(report.table())
+
+
+def _check_output(option: str, path: Path, force: bool) -> None:
+    def bad(message: str, hint: str) -> UsageError:
+        return UsageError("U-OUTPUT", message, where=f"{option} {path}", hints=(hint,))
+
+    if not path.parent.is_dir():
+        raise bad("its folder does not exist", "make the folder first")
+    if path.is_dir():
+        raise bad("there is a folder of that name", "name a file")
+    if path.exists() and not force and b"mhcgen" not in path.read_bytes()[:512]:
+        raise bad("mhcgen did not make the file that is there", "name another file, or give --force")
