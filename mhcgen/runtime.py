@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mhcgen.errors import InputError, InputTypeError, UsageError
 from mhcgen.ir import Stage, Tensor
@@ -21,6 +21,10 @@ from mhcgen.runners import CudaRunner as CudaRunner
 from mhcgen.runners import HostRunner as HostRunner
 from mhcgen.runners import Runner as Runner
 from mhcgen.runners import cuda_usable as cuda_usable
+
+if TYPE_CHECKING:
+    from mhcgen.classes import ClassModule
+    from mhcgen.ir import Program
 
 VECTOR_ALIGNMENT = 16
 
@@ -325,3 +329,10 @@ def load(plan: Plan, backend: str = "auto", **options: Any) -> Module:
         where="--backend",
         hints=("choose one of auto, host, cuda",),
     )
+
+
+def load_classes(program: Program, fuse: str = "none", backend: str = "auto", **options: Any) -> ClassModule:
+    """A callable with a schedule for few tokens and one for many; see `mhcgen.classes.load_classes`."""
+    from mhcgen.classes import load_classes
+
+    return load_classes(program, fuse, backend, **options)
