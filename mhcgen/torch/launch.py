@@ -1,0 +1,288 @@
+"""Kernels on torch's memory, device and current stream: compiled by NVRTC, loaded and launched by the driver.
+
+CuPy has no part in it. torch's allocator owns every buffer, so inside a CUDA graph they belong to the graph's pool;
+kernels stay loaded for the life of the process, and nothing that a launch uses is ever evicted. A launch is enqueued
+and not waited for.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from mhcgen.api import compile
+from mhcgen.backends.archs import Arch
+from mhcgen.backends.cuda import load_exact
+from mhcgen.backends.driver import Dim3, Driver, Function, LaunchBuffer, load_driver
+from mhcgen.backends.signature import KernelSignature
+from mhcgen.errors import LaunchError
+from mhcgen.lower import signature, tensors_of
+from mhcgen.plan import Kernel, Plan
+from mhcgen.runners import text_of
+from mhcgen.runtime import VECTOR_ALIGNMENT, geometry, launch_order
+from mhcgen.torch.calls import Call
+
+LOGGER = logging.getLogger("mhcgen")
+Shape = tuple[Dim3, Dim3, int, Dim3 | None, bool]
+
+#: Distinct token counts whose shapes an operation remembers; a memo of tuples, no buffers.
+_SIZES = 4096
+_SCALARS = {"int": "i4x", "long long": "q"}
+
+#: Emissions built so far, by `operation, device, twin`; a fetch from the compile cache counts.
+compiled: Counter[str] = Counter()
+_lock = threading.RLock()
+
+
+@lru_cache(maxsize=64)
+def arch_of(device: int) -> str:
+    """Name of a device's architecture, the target of its plans."""
+    return Arch(load_driver().capability(device)).name
+
+
+def raw_stream(device: int) -> int:
+    """torch's current stream of a device."""
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+# Without building a Stream object; the same call that compiled torch code makes before each of its launches.
+_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", raw_stream)
+
+
+def _allocator(device: int) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
+    """An allocation by torch's caching allocator, of sizes, strides and dtype."""
+
+    def plain(sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(sizes, strides, dtype=dtype, device=where)
+
+    where = torch.device("cuda", device)
+    # What compiled torch code allocates with: a third of the time, but only on the current device.
+    quick = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+    current = getattr(torch._C, "_cuda_getDevice", None)
+    if quick is None or current is None:
+        return plain
+
+    def allocate(sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return quick(sizes, strides, dtype) if current() == device else plain(sizes, strides, dtype)
+
+    return allocate
+
+
+class Launcher:
+    """One kernel on one device, ready to launch.
+
+    Args:
+        driver: the driver.
+        function: the loaded kernel.
+        sign: its signature.
+        cluster: blocks of its clusters, None without any.
+    """
+
+    __slots__ = ("_driver", "_free", "_function", "_pack", "_slots", "device", "launches", "name")
+
+    def __init__(self, driver: Driver, function: Function, sign: KernelSignature, cluster: Dim3 | None) -> None:
+        self._driver = driver
+        self._function = function
+        self._slots = len(sign.params)
+        formats = ("Q" if param.is_pointer else _SCALARS[param.ctype] for param in sign.params)
+        self._pack: Callable[..., None] = struct.Struct("=" + "".join(formats)).pack_into
+        # Buffers of no launch at present; a launch takes one for itself, so threads never share one.
+        self._free: list[LaunchBuffer] = []
+        self.name = sign.name
+        self.device = function.device
+        self.launches = 0
+        with driver.on_device(self.device):
+            function.prepare(0, cluster)
+
+    def launch(self, values: Sequence[int], shape: Shape, stream: int) -> None:
+        """Enqueue one launch: addresses and scalars in the order of the parameters.
+
+        Raises:
+            LaunchError: `E-LAUNCH`, the driver refused it.
+        """
+        driver, function = self._driver, self._function
+        try:
+            buffer = self._free.pop()
+        except IndexError:
+            buffer = LaunchBuffer(self._slots)
+        self._pack(buffer.arguments, 0, *values)
+        buffer.configure(shape, stream)
+        if driver.is_current(self.device, buffer.probe):
+            code = driver.launch_kernel(buffer.config_address, function.handle, buffer.pointers_address, None)
+        else:
+            with driver.on_device(self.device):
+                code = driver.launch_kernel(buffer.config_address, function.handle, buffer.pointers_address, None)
+        self._free.append(buffer)
+        if code:
+            raise LaunchError(
+                "E-LAUNCH",
+                f"the driver refused to launch {self.name}.",
+                where=self.name,
+                notes=(
+                    driver.describe(code),
+                    f"grid {shape[0]}, block {shape[1]}, cluster {shape[3]}, device {self.device}",
+                    "a fault of an earlier kernel is reported by the first call after it",
+                ),
+            )
+        self.launches += 1
+
+
+def load_launchers(plan: Plan, scalar: bool, device: int, name: str) -> tuple[Launcher, ...]:
+    """Compile and load a plan, or its twin with element loads: its kernels in the plan's order.
+
+    Raises:
+        EnvironmentFault, CompileError, LaunchError: as `mhcgen.backends.cuda.load_exact`.
+    """
+    with _lock:
+        driver = load_driver()
+        source, signatures = text_of(plan, scalar)
+        signs = {sign.name: sign for sign in signatures}
+        made, functions = load_exact(
+            driver, device, source, signs, name=f"{name}.cu", target=Arch(driver.capability(device)).name
+        )
+        for text in made.notes:
+            LOGGER.info("%s: %s", name, text)
+        compiled[f"{name}, device {device}, {'misaligned' if scalar else 'aligned'}"] += 1
+        return tuple(
+            Launcher(driver, functions[kernel.name], signs[kernel.name], cluster_of(kernel))
+            for kernel in plan.kernels
+        )
+
+
+def cluster_of(kernel: Kernel) -> Dim3 | None:
+    """Blocks of a kernel's clusters."""
+    return (1, kernel.cluster, 1) if kernel.cluster > 1 else None
+
+
+def shape_of(kernel: Kernel, tokens: int) -> tuple[Shape, tuple[int, ...]]:
+    """Shape of a launch, and the scalars it ends with."""
+    grid, scalars = geometry(kernel, tokens)
+    return ((*grid, 1), (kernel.threads, 1, 1), 0, cluster_of(kernel), kernel.dependent), scalars
+
+
+class _Sized:
+    """What follows from a token count."""
+
+    __slots__ = ("inputs", "launches", "made")
+
+    def __init__(self, prepared: Prepared, tokens: int) -> None:
+        call = prepared.call
+        self.inputs = tuple((spec.dtype, torch.Size(spec.shape(tokens))) for spec in call.inputs)
+        made = []
+        for spec in (*call.outputs, *prepared.scratch):
+            sizes = spec.shape(tokens)
+            strides = [1] * len(sizes)
+            for axis in range(len(sizes) - 2, -1, -1):
+                strides[axis] = strides[axis + 1] * max(1, sizes[axis + 1])
+            made.append((sizes, tuple(strides), spec.dtype))
+        self.made = tuple(made)
+        self.launches = tuple(
+            (index, prepared.slots[index], *shape_of(kernel, tokens)) for index, kernel in prepared.order
+        )
+
+
+class Prepared:
+    """An operation on one CUDA device: its plan, and the launches of it with nothing left to decide.
+
+    Args:
+        call: the operation.
+        device: number of the device.
+
+    Attributes:
+        plan: the Plan for the device's architecture.
+        scratch: what a call allocates beside its results.
+        order: kernels and their numbers in the order they are launched.
+        slots: for each kernel, which of inputs, results and scratch its pointers are.
+    """
+
+    def __init__(self, call: Call, device: int) -> None:
+        self.call = call
+        self.device = device
+        self.plan = compile(call.program, call.fuse, arch=arch_of(device), **call.setup.schedule)
+        reached = {name for kernel in self.plan.kernels for name in tensors_of(self.plan, kernel)}
+        known = {spec.name for spec in (*call.inputs, *call.outputs)}
+        values = [t.name for t in call.program.of_role("value", "result")]
+        self.scratch = tuple(call.spec(name) for name in values if name in reached - known)
+        names = [spec.name for spec in (*call.inputs, *call.outputs, *self.scratch)]
+        ordered = [unit for unit in launch_order(self.plan) if isinstance(unit, Kernel)]
+        self.order = tuple((self.plan.kernels.index(kernel), kernel) for kernel in ordered)
+        self.slots = tuple(
+            tuple(names.index(name) for name in tensors_of(self.plan, kernel)) for kernel in self.plan.kernels
+        )
+        for kernel in self.plan.kernels:
+            tail = [param.name for param in signature(self.plan, kernel).params if not param.is_pointer]
+            assert tail == ["per_cluster", "tokens"][kernel.cluster == 1 :], f"{kernel.name} takes {tail}"
+        self._allocate = _allocator(device)
+        self._launchers: dict[bool, tuple[Launcher, ...]] = {}
+        self._sized: dict[int, _Sized] = {}
+
+    def launchers(self, twin: bool) -> tuple[Launcher, ...]:
+        """The kernels, or those of the twin for arrays that are not 16-byte aligned; compiles the first time."""
+        with _lock:
+            if twin not in self._launchers:
+                self._launchers[twin] = load_launchers(self.plan, twin, self.device, self.call.operation.name)
+            return self._launchers[twin]
+
+    @property
+    def launches(self) -> int:
+        """Kernels launched so far."""
+        return sum(launcher.launches for twin in self._launchers.values() for launcher in twin)
+
+    def run(self, tensors: Sequence[Tensor], outs: Sequence[Tensor] = ()) -> list[Tensor]:
+        """Enqueue the operation on torch's current stream; results, newly allocated unless given.
+
+        Args:
+            tensors: the given inputs, in order.
+            outs: checked tensors to write to.
+
+        Raises:
+            InputError, InputTypeError: as `Call.check`.
+            EnvironmentFault, CompileError, LaunchError: of the backend.
+        """
+        first = tensors[0]
+        tokens = first.shape[0] if first.ndim else -1
+        sized = self._sized.get(tokens)
+        if sized is None:
+            sized = self._size(tensors, tokens)
+        device = self.device
+        pointers = []
+        for tensor, (dtype, shape) in zip(tensors, sized.inputs, strict=True):
+            if (
+                tensor.dtype is not dtype
+                or tensor.shape != shape
+                or not tensor.is_contiguous()
+                or tensor.get_device() != device
+            ):
+                self.call.check(tensors)
+            pointers.append(tensor.data_ptr())
+        made = list(outs)
+        allocate = self._allocate
+        for sizes, strides, dtype in sized.made[len(made) :]:
+            made.append(allocate(sizes, strides, dtype))
+        results = made[: len(self.call.outputs)]
+        if tokens == 0:
+            return results
+        pointers += [tensor.data_ptr() for tensor in made]
+        bits = 0
+        for pointer in pointers:
+            bits |= pointer
+        twin = bits % VECTOR_ALIGNMENT != 0
+        launchers = self._launchers.get(twin) or self.launchers(twin)
+        stream = _stream(device)
+        for index, slots, launch_shape, scalars in sized.launches:
+            launchers[index].launch([*[pointers[slot] for slot in slots], *scalars], launch_shape, stream)
+        return results
+
+    def _size(self, tensors: Sequence[Tensor], tokens: int) -> _Sized:
+        self.call.check(tensors)
+        if len(self._sized) >= _SIZES:
+            self._sized.clear()
+        self._sized[tokens] = sized = _Sized(self, tokens)
+        return sized

@@ -1,0 +1,177 @@
+"""The operations torch is given: what each takes and returns, and the Program behind it.
+
+```
+expand   e -> x                                      pre            x, fn or mixes, scale, base -> y, pre, post, comb
+post     x, f, post, comb -> x_next                  pre_norm       ... and norm_weight -> z, y, pre, post, comb
+mean     x -> y                                      pre_norm_quant ... -> q, q_scale, z, y, pre, post, comb
+sum      x -> y                                      finish         pre with the mixes given
+collapse x, pre -> y                                 boundary       post, then pre of the next site
+head     x, fn or mixes, scale, base -> y, pre       boundary_norm  post, then pre_norm of the next site
+```
+Names and shapes are those of the Programs (`mhcgen.build`), and an operation is nothing but one: streams are
+token-major, comb is (from_stream, to_stream). Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from mhcgen.build import Config, build_config, check_config
+from mhcgen.chain import Builder, pre_chain, tail_results
+from mhcgen.errors import InputError
+from mhcgen.ir import Program
+from mhcgen.models import model as find_model
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation.
+
+    Args:
+        name: `mhcgen::name` in torch.
+        inputs: tensors in the order of the schema, by their names in the Program; `?` marks one that may be absent.
+            The first has the tokens.
+        outputs: results in order, likewise.
+        scope: of its Program.
+        fuse: preset that makes it one launch.
+        norm: whether the RMSNorm of y is in it.
+        quant: whether the quantisation of z is in it.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    scope: str
+    fuse: str = "none"
+    norm: bool = False
+    quant: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of its inputs, without the mark of those that may be absent."""
+        return tuple(name.rstrip("?") for name in self.inputs)
+
+    @property
+    def schema(self) -> str:
+        """Schema of the functional form for `torch.library`."""
+        return f"({self._tensors}, str setup) -> ({', '.join(['Tensor'] * len(self.outputs))})"
+
+    @property
+    def out_schema(self) -> str:
+        """Schema of the form that writes to tensors of the caller's."""
+        made = ", ".join(f"Tensor({chr(ord('a') + i)}!) out_{name}" for i, name in enumerate(self.outputs))
+        return f"({self._tensors}, str setup, *, {made}) -> ()"
+
+    @property
+    def _tensors(self) -> str:
+        return ", ".join(f"Tensor{'?' if name.endswith('?') else ''} {name.rstrip('?')}" for name in self.inputs)
+
+
+_GATED = ("x", "fn?", "mixes?", "scale", "base")
+_SITE = ("pre", "post", "comb")
+_POST = ("x", "f", "post", "comb")
+_NEXT = ("pre_next", "post_next", "comb_next")
+
+OPERATIONS: dict[str, Operation] = {
+    made.name: made
+    for made in (
+        Operation("expand", ("e",), ("x",), "expand"),
+        Operation("pre", (*_GATED, "pre_prev?"), ("y", *_SITE), "pre", "pre"),
+        Operation("finish", ("x", "mixes", "scale", "base", "pre_prev?"), ("y", *_SITE), "pre", "pre"),
+        Operation(
+            "pre_norm", (*_GATED, "norm_weight?", "pre_prev?"), ("z", "y", *_SITE), "pre", "pre-norm", norm=True
+        ),
+        Operation(
+            "pre_norm_quant",
+            (*_GATED, "norm_weight?", "pre_prev?"),
+            ("q", "q_scale", "z", "y", *_SITE),
+            "pre",
+            "pre-norm-quant",
+            norm=True,
+            quant=True,
+        ),
+        Operation("post", _POST, ("x_next",), "post"),
+        Operation(
+            "boundary", (*_POST, "fn", "scale", "base", "pre_prev?"), ("x_next", "y", *_NEXT), "boundary", "boundary"
+        ),
+        Operation(
+            "boundary_norm",
+            (*_POST, "fn", "scale", "base", "norm_weight?", "pre_prev?"),
+            ("x_next", "z", "y", *_NEXT),
+            "boundary",
+            "boundary",
+            norm=True,
+        ),
+        Operation("collapse", ("x", "pre"), ("y",), "collapse"),
+        Operation("mean", ("x",), ("y",), "mean"),
+        Operation("sum", ("x",), ("y",), "sum"),
+        Operation("head", _GATED, ("y", "pre"), "head", "pre"),
+    )
+}
+
+
+def program_of(operation: Operation, config: Config, given: frozenset[str]) -> Program:
+    """The Program of an operation, for the inputs that are given.
+
+    Args:
+        operation: which.
+        config: its arithmetic; scope, norm and the kind of projection follow from the operation and its inputs.
+        given: names of its inputs that are not None.
+
+    Raises:
+        InputError: `I-MISSING`, `I-UNKNOWN`: what is given does not make up the operation.
+        UsageError: `U-QUANT`, quantisation was not configured.
+    """
+    _check_given(operation, config, given)
+    projection = "external" if "fn" not in given else "fma" if config.projection == "external" else config.projection
+    config = replace(
+        config,
+        scope="pre" if operation.scope == "collapse" else operation.scope,
+        norm=operation.norm,
+        quant=(config.quant if config.quant != "none" else "q8") if operation.quant else "none",
+        projection=projection,
+    )
+    check_config(config, find_model(config.model))
+    if operation.scope == "collapse":
+        b = Builder(config)
+        b.add("collapse", "collapse", {"x": "x", "pre": "pre"}, {"y": "y"})
+        return b.finish(("y",))
+    if operation.scope == "pre" and find_model(config.model).delayed_pre and "pre_prev" not in given:
+        # The first site of a trunk has no predecessor: its y is stream 0.
+        b = Builder(config)
+        pre_chain(b, pre_prev="")
+        return b.finish(("pre", "post", "comb", "y", *tail_results(config)))
+    return build_config(config)
+
+
+def _check_given(operation: Operation, config: Config, given: frozenset[str]) -> None:
+    spec = find_model(config.model)
+    names = operation.names
+    if {"fn", "mixes"} <= set(names) and ("fn" in given) == ("mixes" in given):
+        both = "fn" in given
+        raise InputError(
+            "I-UNKNOWN" if both else "I-MISSING",
+            f"{operation.name} takes fn, to project the streams, or their mixes, "
+            + ("not both" if both else "and neither is given"),
+            where="mixes" if both else "fn",
+            hints=("pass fn=... or mixes=...",),
+        )
+    wants: dict[str, tuple[bool, str]] = {
+        # name: whether the Program has it, and why
+        "norm_weight": (spec.norm_weight, "its RMSNorm has a weight" if spec.norm_weight else "has no such weight"),
+        "pre_prev": (
+            spec.delayed_pre,
+            "collapses by earlier gates" if spec.delayed_pre else "uses a site's own gates",
+        ),
+    }
+    for name, (wanted, why) in wants.items():
+        # A pre chain without earlier gates is the first of its trunk.
+        may_lack = name == "pre_prev" and operation.scope == "pre"
+        if name not in names or (name in given) == wanted or (wanted and may_lack):
+            continue
+        raise InputError(
+            "I-MISSING" if wanted else "I-UNKNOWN",
+            f"{operation.name} {'needs' if wanted else 'takes no'} {name} with model {spec.name}, which {why}",
+            where=name,
+            hints=(f"pass {name}=..." if wanted else f"leave {name} out",),
+        )
