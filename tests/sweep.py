@@ -50,7 +50,7 @@ def _programs() -> Iterator[tuple[str, Program, dict[str, Any]]]:
     for dtype in ("fp32", "bf16", "fp16"):
         for hidden in (257, 258, 264):
             made = mhcgen.build(hidden=hidden, dtype=dtype, scope="boundary", **FULL)
-            yield f"boundary {dtype} {hidden}", made, {"fuse": "boundary"}
+            yield f"boundary {dtype} {hidden}", made, {"fuse": "boundary", "cluster": 1}
     for quant in ("q8", "fp8"):
         for pow2 in (False, True):
             made = mhcgen.build(hidden=320, norm=True, quant=quant, quant_pow2=pow2, early_stop=True)

@@ -131,7 +131,7 @@ def _cluster_geometry(plan: Plan, kernel: Kernel, kinds: set[str], chunk: int, l
     Only a projection is worth it: its fn is n(2+n) times as large as the streams, so several SMs must read it.
     """
     options, program = plan.options, plan.program
-    most = 1 if options.cluster is None else options.cluster  # TEMP until the executor runs clusters
+    most = MAX_CLUSTER if options.cluster is None else options.cluster
     wanted = options.cluster is not None and options.cluster > 1
     reason = ""
     if most == 1 or "project" not in kinds or not kinds <= CLUSTER_KINDS:
