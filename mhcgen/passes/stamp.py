@@ -100,4 +100,5 @@ def _step(kernel: Kernel, team: str, index: int, count: int) -> Step:
         template="stamp_leader" if kernel.cluster > 1 else "stamp",
         team=team,
         fields=(("index", index), ("stamps_of", count), ("thread", thread)),
+        constant=True,  # nothing that a predecessor writes is read; its stamps are an array of its own
     )
