@@ -22,6 +22,7 @@ def compile(
     dependent: bool = False,
     stamps: bool = False,
     regime: str = "decode",
+    tuned: bool = False,
     stop_after: str | None = None,
 ) -> Plan:
     """Schedule a Program: fuse, place, sync, launch.
@@ -40,6 +41,8 @@ def compile(
         dependent: emit for dependent launch (sm_90 and later), with its device-side wait.
         stamps: time stamps at phase borders.
         regime: `decode` or `prefill`: what the schedule is chosen for, few tokens or many.
+        tuned: use the schedule that `mhcgen tune` found for this request on the current GPU, if it did; the log
+            says where the schedule comes from.
         stop_after: name of the pass after which to stop, to look at the Plan there.
 
     Returns:
@@ -71,4 +74,8 @@ def compile(
         stamps=stamps,
         regime=regime,
     )
+    if tuned:
+        from mhcgen.tuned import run_tuned
+
+        return run_tuned(program, options, stop_after=stop_after)
     return run_pipeline(program, options, stop_after=stop_after)

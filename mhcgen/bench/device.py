@@ -97,13 +97,12 @@ class Gpu:
         from mhcgen.errors import EnvironmentFault
 
         cupy = self._cupy
-        name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"]
         try:
             nvrtc = find_nvrtc(self._driver.version // 1000).version_text
         except EnvironmentFault:
             nvrtc = "none: CuPy compiled"
         return {
-            "gpu": name.decode() if isinstance(name, bytes) else str(name),
+            "gpu": self._driver.device_name(int(cupy.cuda.runtime.getDevice())),
             "driver_cuda": f"{self._driver.version // 1000}.{self._driver.version % 1000 // 10}",
             "driver": _driver_release(),
             "cupy": str(cupy.__version__),

@@ -24,7 +24,9 @@ from mhcgen.runtime import Module
 MADE_TOKENS = 64
 #: From so many tokens on, per-token inputs rotate past the L2; below, they are what the kernel before left there.
 ROTATED_TOKENS = 64
-POISON = 0xFF
+#: Fill bytes of results before a check: of the emission under test, and of the unfused one. A byte that either
+#: leaves unwritten differs from the other's.
+POISONS = (0xFF, 0xA5)
 
 Row = dict[str, Any]
 Arrays = dict[str, Any]
@@ -117,11 +119,11 @@ class Bench:
                 for key in [key for key in kept if key[1] > MADE_TOKENS]:
                     del kept[key]
 
-    def outputs(self, module: Module, tokens: int) -> Arrays:
-        """Poisoned arrays for everything a call writes."""
+    def outputs(self, module: Module, tokens: int, byte: int = POISONS[0]) -> Arrays:
+        """Poisoned arrays for everything a call writes: their bytes are all `byte`."""
         program = module.program
         return {
-            tensor.name: self.device.filled(program.shape(tensor.name, tokens), tensor.dtype, POISON)
+            tensor.name: self.device.filled(program.shape(tensor.name, tokens), tensor.dtype, byte)
             for tensor in module.outputs
         }
 
@@ -130,7 +132,8 @@ class Bench:
         key = (_identity(program), tokens)
         if key not in self._expected:
             module = self.module(program, Options(arch=arch))
-            self._expected[key] = module(out=self.outputs(module, tokens), **self.inputs(program, tokens))
+            out = self.outputs(module, tokens, POISONS[1])
+            self._expected[key] = module(out=out, **self.inputs(program, tokens))
         return self._expected[key]
 
     def differing_bytes(self, module: Module, tokens: int) -> int:

@@ -130,7 +130,7 @@ def gpu() -> Device:
             raise
         raise EnvironmentFault(
             "E-NO-GPU",
-            "bench takes times on a GPU, and none can be used here",
+            "times are taken on a GPU, and none can be used here",
             notes=(f"{fault.code}: {fault.message}", *fault.notes),
             hints=fault.hints,
         ) from fault

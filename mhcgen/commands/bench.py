@@ -80,6 +80,29 @@ def bench(
     say(report.table())
 
 
+@takes_request
+def tune(
+    asked: Asked,
+    tokens: Tokens = "1,8,64",
+    keep: Annotated[bool, typer.Option("--keep/--no-keep", help="Keep what was found for --tuned.")] = True,
+) -> None:
+    """Search the legal schedules for the fastest on this GPU; `--tuned` uses it from then on.
+
+    Up to 256 tokens and beyond are two classes, searched one after the other. Options of the schedule that you give
+    stay as they are. Every candidate must give the bits of the unfused emission before it is timed.
+    """
+    from mhcgen.bench.run import BenchRequest, checked, gpu
+    from mhcgen.classes import regime_of
+    from mhcgen.tune import tune
+
+    counts = token_counts(tokens)
+    program, _ = checked(BenchRequest(asked.config, asked.options, counts))
+    device = gpu()
+    for regime in dict.fromkeys(regime_of(count) for count in counts):
+        mine = [count for count in counts if regime_of(count) == regime]
+        say(tune(program, asked.options, mine, device, keep=keep, progress=True).table())
+
+
 def _check_output(option: str, path: Path, force: bool) -> None:
     def bad(message: str, hint: str) -> UsageError:
         return UsageError("U-OUTPUT", message, where=f"{option} {path}", hints=(hint,))

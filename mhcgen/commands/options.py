@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,6 +30,7 @@ from mhcgen.plan import MIX_WARPS, PLACEMENTS, REGIMES, SLABS, SYNCS, Options, P
 
 if TYPE_CHECKING:
     from mhcgen.ir import Program
+    from mhcgen.log import Decision
 
 BACKENDS = ("auto", "host", "cuda")
 MAX_TOKENS = 2**31 - 1
@@ -58,11 +59,13 @@ class Asked:
         config: what to compute.
         options: how to schedule it.
         given: names of the shared options that were given.
+        origin: where the schedule comes from, if not from the options alone: the first entry of a Plan's log.
     """
 
     config: Config
     options: Options
     given: tuple[str, ...] = ()
+    origin: Decision | None = None
 
     @cached_property
     def program(self) -> Program:
@@ -79,7 +82,8 @@ class Asked:
         """
         from mhcgen.passes import run_pipeline
 
-        return run_pipeline(self.program, self.options, stop_after=stop_after)
+        plan = run_pipeline(self.program, self.options, stop_after=stop_after)
+        return plan if self.origin is None else replace(plan, log=(self.origin, *plan.log))
 
 
 #: Parameter name of a numeric option -> its reader.
@@ -205,6 +209,7 @@ SHARED: tuple[inspect.Parameter, ...] = (
         "Dependent launch: parameters are read before the wait for the preceding launch (sm_90 and later).",
     ),
     _shared("stamps", bool, "--stamps", "", "Time stamps at the borders of phases, as one more result."),
+    _shared("tuned", bool, "--tuned", "", "The schedule that `mhcgen tune` found for this on this GPU, if it did."),
 )
 
 
@@ -216,14 +221,20 @@ def asked_of(given: dict[str, Any]) -> Asked:
     """
     from mhcgen.request import read_config, request
 
-    path = given.pop("config", None)
+    path, tuned = given.pop("config", None), given.pop("tuned", None)
     names = tuple(name for name, value in given.items() if value is not None and value != [])
     chosen = {name: given[name] for name in names}
     for name in [name for name in _READERS if name in chosen]:
         chosen[name] = _READERS[name](f"--{name.replace('_', '-')}", chosen[name])
     from_file = {} if path is None else read_config(path)
     config, options = request(**{**from_file, **chosen})
-    return Asked(config, options, (*names, *(() if path is None else ("config",))))
+    asked = Asked(config, options, (*names, *(() if path is None else ("config",))))
+    if not tuned:
+        return asked
+    from mhcgen.tuned import resolve
+
+    options, origin = resolve(asked.program, options)
+    return replace(asked, options=options, given=(*asked.given, "tuned"), origin=origin)
 
 
 def takes_request(verb: Callable[..., None]) -> Callable[..., None]:
