@@ -1,4 +1,4 @@
-"""Draws a Program: stages as boxes inside the kernels that hold them, tensors along the edges.
+"""Draws a Program: stages as boxes inside the kernels that hold them, tensors and barriers along the edges.
 
 Three languages: `dot` (Graphviz), `mermaid`, and `svg`, which is laid out here and needs no other program. The text
 is a function of the Program, the kernels and the refusal alone.
@@ -17,7 +17,14 @@ from mhcgen.log import Refusal
 from mhcgen.plan import Kernel
 from mhcgen.stages import KINDS
 
+#: Colour of the path of a refusal, and of an edge with a barrier.
+REFUSED = "#cc0000"
+BARRIER = "#1f5fbf"
+
 LANGUAGES = ("dot", "mermaid", "svg")
+
+#: Scopes of barriers, the narrowest first.
+_SCOPES = ("warp", "data", "block", "cluster")
 
 
 @dataclass(frozen=True)
@@ -28,11 +35,13 @@ class Node:
         name: unique: the stage's name, or `tensor:` and the tensor's.
         label: what stands in it, line by line.
         style: `stage`, `opaque`, `given` (inputs and parameters) or `result`.
+        witness: it is on the path of a refusal.
     """
 
     name: str
     label: tuple[str, ...]
     style: str
+    witness: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,7 @@ class Edge:
         tensor: its name.
         label: what stands beside the edge; empty where a node at its end says it.
         witness: it is on the path of a refusal.
+        barrier: what orders its two ends inside their kernel, e.g. `block barrier`; empty where nothing has to.
     """
 
     source: str
@@ -52,6 +62,12 @@ class Edge:
     tensor: str
     label: str = ""
     witness: bool = False
+    barrier: str = ""
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What stands beside it, line by line."""
+        return tuple(part for part in (self.label, self.barrier) if part)
 
 
 @dataclass(frozen=True)
@@ -102,8 +118,15 @@ def drawing_of(program: Program, kernels: Sequence[Kernel] = (), refusal: Refusa
     """Units, nodes and edges, all in Program order."""
     witness = refusal.witness.path if refusal is not None and refusal.witness is not None else ()
     marked = set(pairwise(witness))
+    barriers = _barriers(kernels)
     nodes = [
-        Node(s.name, (s.name,) if s.name == s.kind else (s.name, s.kind), _style(s.kind)) for s in program.stages
+        Node(
+            s.name,
+            (*((s.name,) if s.name == s.kind else (s.name, s.kind)), *_inner(barriers.get((s.name, s.name), ""))),
+            _style(s.kind),
+            s.name in witness,
+        )
+        for s in program.stages
     ]
     edges: list[Edge] = []
     for tensor in program.tensors:
@@ -114,12 +137,33 @@ def drawing_of(program: Program, kernels: Sequence[Kernel] = (), refusal: Refusa
             edges += [Edge(f"tensor:{tensor.name}", reader, tensor.name) for reader in readers]
             continue
         edges += [
-            Edge(writer, reader, tensor.name, tensor.name, (writer, reader) in marked) for reader in readers
+            Edge(
+                writer, reader, tensor.name, tensor.name, (writer, reader) in marked,
+                barriers.get((writer, reader), ""),
+            )
+            for reader in readers
         ]
         if tensor.role == "result":
             nodes.append(Node(f"tensor:{tensor.name}", _described(program, tensor), "result"))
             edges.append(Edge(writer, f"tensor:{tensor.name}", tensor.name))
     return Drawing(_units(program, kernels), tuple(nodes), tuple(edges))
+
+
+def _barriers(kernels: Sequence[Kernel]) -> dict[tuple[str, str], str]:
+    """The widest barrier between two stages of a kernel, or inside one, by the hazards that it covers."""
+    found: dict[tuple[str, str], str] = {}
+    for kernel in kernels:
+        stage = {step.name: step.stage for step in kernel.steps()}
+        for sync in kernel.syncs():
+            for hazard in sync.because:
+                if not hazard.carried:
+                    ends = (stage[hazard.first], stage[hazard.second])
+                    found[ends] = max(found.get(ends, sync.scope), sync.scope, key=_SCOPES.index)
+    return {ends: f"{scope} barrier" for ends, scope in found.items()}
+
+
+def _inner(barrier: str) -> tuple[str, ...]:
+    return (f"({barrier} inside)",) if barrier else ()
 
 
 def _style(kind: str) -> str:
@@ -177,7 +221,10 @@ def _dot(drawing: Drawing) -> str:
             lines += [f"  {stage}" for stage in stages]
     lines += [f"  {_dot_node(node)}" for node in drawing.nodes if node.name.startswith("tensor:")]
     for edge in drawing.edges:
-        attrs = [f"label={_quoted(edge.label)}"] * bool(edge.label) + ['color="#cc0000", penwidth=2'] * edge.witness
+        words = "\\n".join(_escaped(line) for line in edge.words)
+        attrs = [f'label="{words}"'] if words else []
+        if edge.witness or edge.barrier:
+            attrs.append(f'color="{REFUSED if edge.witness else BARRIER}", penwidth=2')
         shown = f" [{', '.join(attrs)}]" if attrs else ""
         lines.append(f"  {_quoted(edge.source)} -> {_quoted(edge.target)}{shown};")
     return "\n".join([*lines, "}"]) + "\n"
@@ -185,7 +232,8 @@ def _dot(drawing: Drawing) -> str:
 
 def _dot_node(node: Node) -> str:
     label = "\\n".join(_escaped(line) for line in node.label)
-    return f'{_quoted(node.name)} [label="{label}", {_DOT_STYLE[node.style]}];'
+    colour = f', color="{REFUSED}"' if node.witness else ""
+    return f'{_quoted(node.name)} [label="{label}", {_DOT_STYLE[node.style]}{colour}];'
 
 
 def _quoted(text: str) -> str:
@@ -219,7 +267,7 @@ def _mermaid(drawing: Drawing) -> str:
     lines += [f"  {shown(node.name)}" for node in drawing.nodes if node.name.startswith("tensor:")]
     for edge in drawing.edges:
         arrow = "==>" if edge.witness else "-->"
-        label = f'|"{html.escape(edge.label)}"|' if edge.label else ""
+        label = f'|"{"<br/>".join(html.escape(line) for line in edge.words)}"|' if edge.words else ""
         lines.append(f"  {ids[edge.source]} {arrow}{label} {ids[edge.target]}")
     opaque = [ids[node.name] for node in drawing.nodes if node.style == "opaque"]
     if opaque:

@@ -15,11 +15,13 @@ import html
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mhcgen.graph import BARRIER, REFUSED
+
 if TYPE_CHECKING:
     from mhcgen.graph import Drawing, Edge, Node, Unit
 
 _CHAR, _LINE, _PAD = 7.4, 16.0, 10.0
-_GAP_X, _GAP_Y, _TITLE, _TRACK, _MARGIN = 100.0, 44.0, 22.0, 12.0, 16.0
+_GAP_X, _GAP_Y, _TITLE, _TRACK, _MARGIN = 128.0, 44.0, 22.0, 12.0, 16.0
 #: Width of the gap between lanes and results, where edges turn.
 _TURN = 60.0
 
@@ -236,16 +238,26 @@ class _Layout:
                 parts.append(_rect(frame, 'rx="8" fill="#f4f7fb" stroke="#4a6fa5"'))
                 parts.append(_words(frame.x + _PAD, frame.y + _TITLE - 4, unit.title, 'font-weight="bold"'))
         labels: dict[str, list[str]] = {}
-        for edge in self.drawing.edges:
+        # What matters goes on top of what shares its track.
+        for edge in sorted(self.drawing.edges, key=lambda edge: (edge.witness, bool(edge.barrier))):
             data, tip, at = self._path(edge)
-            colour, width = ("#cc0000", "2.5") if edge.witness else ("#444444", "1")
+            colour, width = _EDGE[(edge.witness, bool(edge.barrier))]
             parts.append(f'<path d="{data}" fill="none" stroke="{colour}" stroke-width="{width}"/>')
             parts.append(_tip(tip, colour))
-            if edge.label:
-                labels.setdefault(f"{edge.source} {edge.label}", _label(at, edge.label))
+            if edge.words:
+                labels.setdefault(f"{edge.source} {edge.words}", _label(at, edge.words, self._direct(edge)))
         for node in self.drawing.nodes:
             parts += _node(node, self.boxes[node.name])
         return "\n".join([*parts, *(line for lines in labels.values() for line in lines), "</svg>"]) + "\n"
+
+
+#: (refused, has a barrier) to colour and width.
+_EDGE = {
+    (False, False): ("#444444", "1"),
+    (False, True): (BARRIER, "2"),
+    (True, False): (REFUSED, "2.5"),
+    (True, True): (REFUSED, "2.5"),
+}
 
 
 def _length(a: Point, b: Point) -> float:
@@ -259,12 +271,15 @@ def _tip(last: list[Point], colour: str) -> str:
     return f'<polygon points="{" ".join(f"{px:.1f},{py:.1f}" for px, py in corners)}" fill="{colour}"/>'
 
 
-def _label(at: Point, text: str) -> list[str]:
-    """Words on a white ground, so that lines below do not run through them."""
-    width = len(text) * _CHAR
-    ground = Box(at[0] - width / 2, at[1] - 6, width, 12)
-    style = 'text-anchor="middle" font-size="11" fill="#666666"'
-    return [_rect(ground, 'fill="#fff" fill-opacity="0.85"'), _words(at[0], at[1] + 3, text, style)]
+def _label(at: Point, lines: tuple[str, ...], stacked: bool) -> list[str]:
+    """Words on a white ground, so that lines below do not run through them; in one line where tracks are close."""
+    parts: list[str] = []
+    for index, line in enumerate(lines if stacked else (", ".join(lines),)):
+        width, y = len(line) * _CHAR, at[1] + 14 * index
+        colour = BARRIER if line == lines[-1] and len(lines) > 1 else "#666666"
+        parts.append(_rect(Box(at[0] - width / 2, y - 6, width, 12), 'fill="#fff" fill-opacity="0.85"'))
+        parts.append(_words(at[0], y + 3, line, f'text-anchor="middle" font-size="11" fill="{colour}"'))
+    return parts
 
 
 def _rect(box: Box, style: str) -> str:
@@ -287,4 +302,7 @@ def _node(node: Node, box: Box) -> list[str]:
     first = box.cy - (len(node.label) - 1) * _LINE / 2 + 4
     centred = 'text-anchor="middle"'
     lines = [_words(box.cx, first + index * _LINE, line, centred) for index, line in enumerate(node.label)]
-    return [_rect(box, _STYLE[node.style]), *lines]
+    style = _STYLE[node.style]
+    if node.witness:
+        style = style.replace('stroke="#222"', f'stroke="{REFUSED}" stroke-width="2"')
+    return [_rect(box, style), *lines]

@@ -98,11 +98,37 @@ def test_the_witness_of_a_refusal_is_marked() -> None:
     refusal = refusal_of(program, "site")
     marked = {(e.source, e.target) for e in drawing_of(program, refusal=refusal).edges if e.witness}
     assert marked == {("collapse", "branch"), ("branch", "post")}
-    assert draw(program, "dot", refusal=refusal).count("#cc0000") == 2
+    nodes = {node.name for node in drawing_of(program, refusal=refusal).nodes if node.witness}
+    assert nodes == {"collapse", "branch", "post"}
+    assert draw(program, "dot", refusal=refusal).count("#cc0000") == 5
     assert draw(program, "mermaid", refusal=refusal).count("==>") == 2
     assert 'stroke="#cc0000"' in draw(program, "svg", refusal=refusal)
     for language in LANGUAGES:
         assert draw(program, language, refusal=replace(refusal, witness=None)) == draw(program, language)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_barrier_is_on_an_edge_or_inside_a_stage(case: str) -> None:
+    plan = planned(case)
+    drawing = drawing_of(plan.program, plan.kernels)
+    shown = {(edge.source, edge.target): edge.barrier for edge in drawing.edges if edge.barrier}
+    inside = {node.name for node in drawing.nodes if node.label[-1].endswith(" barrier inside)")}
+    for kernel in plan.kernels:
+        stage = {step.name: step.stage for step in kernel.steps()}
+        for sync in kernel.syncs():
+            ends = [(stage[h.first], stage[h.second]) for h in sync.because if not h.carried]
+            assert not ends or any(end in shown or (end[0] == end[1] and end[0] in inside) for end in ends)
+    assert not drawing_of(plan.program).edges or not any(e.barrier for e in drawing_of(plan.program).edges)
+
+
+def test_a_barrier_is_shown_in_each_language() -> None:
+    plan = planned("pre")
+    edge = next(e for e in drawing_of(plan.program, plan.kernels).edges if e.barrier)
+    assert (edge.source, edge.target, edge.words) == ("gates", "collapse", ("pre", "block barrier"))
+    assert 'label="pre\\nblock barrier", color="#1f5fbf"' in draw(plan.program, "dot", kernels=plan.kernels)
+    assert "pre<br/>block barrier" in draw(plan.program, "mermaid", kernels=plan.kernels)
+    svg = draw(plan.program, "svg", kernels=plan.kernels)
+    assert "block barrier</text>" in svg and 'stroke="#1f5fbf"' in svg
 
 
 def test_text_is_escaped() -> None:
