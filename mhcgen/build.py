@@ -37,7 +37,7 @@ class Config:
         norm_eps: eps of the RMSNorm of y; likewise.
         dtype: of streams, branch output and y: fp32, bf16 or fp16. Coefficients are fp32.
         functions: function set, `ieee` or `fast`.
-        sumsq: accumulator of the sum of squares, `fp64` or `fp32`.
+        sumsq: accumulator of the sum of squares, `fp64` or `fp32`; the default is fp64 for ieee, fp32 for fast.
         projection: `external` (mixes given) or `fma`.
         scope: one of `SCOPES`; `pre` with the projection `external` is the pre chain with its mixes given.
         norm: whether RMSNorm of y is part of the Program.
@@ -75,7 +75,8 @@ class Config:
 def configure(model: str = "deepseek-v4", **given: object) -> Config:
     """A checked Config: the model's constants, overridden by what is given (None means default).
 
-    A trunk projects its own mixes, so there the default projection is `fma`.
+    A trunk projects its own mixes, so there the default projection is `fma`. The fast function set sums squares in fp32
+    unless told otherwise.
 
     Raises:
         UsageError: `U-*`, naming the field, the value and the legal range.
@@ -92,6 +93,8 @@ def configure(model: str = "deepseek-v4", **given: object) -> Config:
     }
     if given.get("scope") == "trunk":
         defaults["projection"] = "fma"
+    if given.get("functions") == "fast":
+        defaults["sumsq"] = "fp32"
     chosen = {key: value for key, value in given.items() if value is not None}
     unknown = sorted(set(chosen) - set(Config.__dataclass_fields__))
     if unknown:
@@ -186,7 +189,10 @@ def origin(config: Config) -> str:
     for field, flag in _FLAGS.items():
         value = getattr(config, field)
         # A boundary implies its projection on the command line, so there it is always spelled out.
-        spelled_out = field == "projection" and config.scope == "boundary"
+        # So it is for the accumulator of the fast function set, whose default is another.
+        spelled_out = (field == "projection" and config.scope == "boundary") or (
+            field == "sumsq" and config.functions == "fast"
+        )
         if value == getattr(default, field) and not spelled_out:
             continue
         if value is True:
