@@ -19,7 +19,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from mhcgen._version import __version__
-from mhcgen.commands import bench, emitting, listing, running
+from mhcgen.commands import bench, emitting, listing, report, running
 from mhcgen.commands.output import close_quietly, say
 from mhcgen.errors import (
     EXIT_INTERNAL,
@@ -71,6 +71,7 @@ app.command("check")(running.check)
 app.command("run")(running.run)
 app.command("bench")(bench.bench)
 app.command("tune")(bench.tune)
+app.command("report")(report.report)
 app.command("doctor")(listing.doctor)
 app.command("cache")(listing.cache)
 app.command("docs", hidden=True)(listing.docs)

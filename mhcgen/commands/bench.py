@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from mhcgen.commands.options import Asked, Force, Tokens, integer, takes_request, token_counts
-from mhcgen.commands.output import say
-from mhcgen.errors import UsageError
+from mhcgen.commands.output import check_output, say
 
 
 @takes_request
@@ -51,7 +50,7 @@ def bench(
 
     for option, path in (("--json", json), ("--plot", plot)):
         if path is not None:
-            _check_output(option, path, force)
+            check_output(option, path, force)
     if plot is not None:
         from mhcgen.bench.plot import require_plot
 
@@ -101,15 +100,3 @@ def tune(
     for regime in dict.fromkeys(regime_of(count) for count in counts):
         mine = [count for count in counts if regime_of(count) == regime]
         say(tune(program, asked.options, mine, device, keep=keep, progress=True).table())
-
-
-def _check_output(option: str, path: Path, force: bool) -> None:
-    def bad(message: str, hint: str) -> UsageError:
-        return UsageError("U-OUTPUT", message, where=f"{option} {path}", hints=(hint,))
-
-    if not path.parent.is_dir():
-        raise bad("its folder does not exist", "make the folder first")
-    if path.is_dir():
-        raise bad("there is a folder of that name", "name a file")
-    if path.exists() and not force and b"mhcgen" not in path.read_bytes()[:512]:
-        raise bad("mhcgen did not make the file that is there", "name another file, or give --force")

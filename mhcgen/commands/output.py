@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from pathlib import Path
+
+from mhcgen.errors import UsageError
 
 
 def say(text: str) -> None:
@@ -33,3 +36,21 @@ def close_quietly() -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
+
+
+def check_output(option: str, path: Path, force: bool) -> None:
+    """Everything that would stop the writing of a file, before anything is computed.
+
+    Raises:
+        UsageError: `U-OUTPUT`.
+    """
+
+    def bad(message: str, hint: str) -> UsageError:
+        return UsageError("U-OUTPUT", message, where=f"{option} {path}", hints=(hint,))
+
+    if not path.parent.is_dir():
+        raise bad("its folder does not exist", "make the folder first")
+    if path.is_dir():
+        raise bad("there is a folder of that name", "name a file")
+    if path.exists() and not force and b"mhcgen" not in path.read_bytes()[:512]:
+        raise bad("mhcgen did not make the file that is there", "name another file, or give --force")
