@@ -186,7 +186,12 @@ class _Layout:
         if not self._direct(edge):
             points = self._route(edge, a, b)
             data = "M" + " L".join(f"{x:.1f},{y:.1f}" for x, y in points)
-            longest = max(range(len(points) - 1), key=lambda i: _length(points[i], points[i + 1]))
+            # Of the stretches, a lane is the tensor's own; others it may share with those that end beside it.
+            lane = self.lanes.get(edge.tensor)
+            longest = max(
+                range(len(points) - 1),
+                key=lambda i: (points[i][0] == points[i + 1][0] == lane, _length(points[i], points[i + 1])),
+            )
             (x1, y1), (x2, y2) = points[longest], points[longest + 1]
             return data, points[-2:], ((x1 + x2) / 2, (y1 + y2) / 2)
         if edge.source in self.row and edge.target in self.row and self.row[edge.source] != self.row[edge.target]:
