@@ -67,6 +67,8 @@ class HostRunner:
         race: instrument memory accesses; several times slower.
         compiler: C++ compiler command; None searches.
         order, seed: default thread order of launches.
+        source: the text to compile in place of the plan's own.
+        opt: optimisation level; it changes no bit, only the time to compile and to run.
     """
 
     name = "host"
@@ -80,9 +82,11 @@ class HostRunner:
         order: str = "ascending",
         seed: int = 0,
         source: str | None = None,
+        opt: str = "-O2",
     ) -> None:
         self.plan = plan
         self.race = race
+        self.opt = opt
         self.compiler = compiler
         self.order = order
         self.seed = seed
@@ -127,7 +131,9 @@ class HostRunner:
                 host.KernelSignature(s.name, tuple(host.Param(p.name, p.ctype, p.writable) for p in s.params))
                 for s in signatures
             ]
-            self._modules[scalar] = host.HostModule(source, host_signatures, race=self.race, compiler=self.compiler)
+            self._modules[scalar] = host.HostModule(
+                source, host_signatures, race=self.race, compiler=self.compiler, opt=self.opt
+            )
         return self._modules[scalar]
 
     def is_compiled(self, scalar: bool) -> bool:
