@@ -44,14 +44,14 @@ def write_file(path: Path, text: str) -> None:
         _write(aside, text)
 
 
-def write_folder(folder: Path, texts: Mapping[str, str], *, foreign: Sequence[str] = ()) -> None:
+def write_folder(folder: Path, texts: Mapping[str, str | bytes], *, foreign: Sequence[str] = ()) -> None:
     """Write the files of a folder: a new folder in one rename, an existing one file by file, the last file last.
 
     Files of other names are left alone.
 
     Args:
         folder: where; missing parents are made.
-        texts: file name to text. The last one vouches for the others.
+        texts: file name to text or bytes. The last one vouches for the others.
         foreign: names of what others put there; with any of them nothing is written.
 
     Raises:
@@ -80,7 +80,7 @@ def write_folder(folder: Path, texts: Mapping[str, str], *, foreign: Sequence[st
         raise _fault(folder, error) from error
 
 
-def _create(folder: Path, texts: Mapping[str, str]) -> None:
+def _create(folder: Path, texts: Mapping[str, str | bytes]) -> None:
     aside = _aside(folder)
     try:
         aside.mkdir()
@@ -91,7 +91,7 @@ def _create(folder: Path, texts: Mapping[str, str]) -> None:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _refresh(folder: Path, texts: Mapping[str, str]) -> None:
+def _refresh(folder: Path, texts: Mapping[str, str | bytes]) -> None:
     asides = {name: _aside(folder / name) for name in texts}
     try:
         for name, text in texts.items():
@@ -108,8 +108,8 @@ def _aside(path: Path) -> Path:
     return path.with_name(f".{path.name}{_PART}-{os.getpid()}")
 
 
-def _write(path: Path, text: str) -> None:
-    path.write_bytes(text.encode())
+def _write(path: Path, content: str | bytes) -> None:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def _fault(path: Path, error: OSError) -> EnvironmentFault:

@@ -7,6 +7,8 @@ program.txt, log.txt  what is computed; what was decided and why
 test_differential.py  a pytest file that compares the two texts
 manifest.json         configuration, launch facts, and the sha256 of every other file
 ```
+With `--abi` there are more, see `mhcgen.abi`; the manifest names them too.
+
 Every text is a function of Config and Options alone. The manifest says enough to launch both texts without
 planning again, so that a later mhcgen still tests the text that is in the folder.
 """
@@ -15,11 +17,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from mhcgen._version import __version__
+from mhcgen.abi import AbiRequest, abi_files, abi_words, cubin_archs
 from mhcgen.build import Config, build_config
 from mhcgen.files import LITTER
 from mhcgen.functions import ITEMSIZES
@@ -44,10 +48,20 @@ def folder_texts(config: Config, options: Options) -> dict[str, str]:
     Raises:
         UsageError, RefusedError: what was asked for means nothing, or is not legal.
     """
+    return {name: str(content) for name, content in folder_files(config, options).items()}
+
+
+def folder_files(config: Config, options: Options, abi: AbiRequest | None = None) -> dict[str, str | bytes]:
+    """File name to contents of the folder of one emission, with a C interface where one is asked for.
+
+    Raises:
+        UsageError, RefusedError: what was asked for means nothing, or is not legal.
+        EnvironmentFault, CompileError: machine code was asked for and cannot be made.
+    """
     program = build_config(config)
     plan = run_pipeline(program, options)
     unfused = run_pipeline(program, Options(arch=options.arch))
-    texts = {
+    texts: dict[str, str | bytes] = {
         "kernel.cu": plan.source,
         "unfused.cu": unfused.source,
         "program.txt": print_program(program),
@@ -55,6 +69,9 @@ def folder_texts(config: Config, options: Options) -> dict[str, str]:
         "test_differential.py": TEST_TEXT.replace("COMMAND", command_of(plan)).replace("VERSION", __version__),
     }
     manifest = _manifest(config, options, program, {"kernel.cu": plan, "unfused.cu": unfused})
+    if abi is not None:
+        manifest["command"] += f" {abi_words(abi, cubin_archs(abi.cubins))}"
+        texts |= abi_files(plan, abi)
     manifest["files"] = {name: {"sha256": _sha256(text)} for name, text in texts.items()}
     texts["manifest.json"] = _json(manifest) + "\n"
     return texts
@@ -63,9 +80,36 @@ def folder_texts(config: Config, options: Options) -> dict[str, str]:
 def foreign(folder: Path) -> list[str]:
     """Names in an existing folder that mhcgen did not write; without its manifest that is all of them."""
     others = [entry.name for entry in folder.iterdir() if entry.name not in LITTER]
-    if read_manifest(folder) is not None:
-        others = [name for name in others if name not in FILES]
+    manifest = read_manifest(folder)
+    if manifest is not None:
+        others = [name for name in others if name not in FILES and name not in _listed(manifest)]
     return sorted(others)
+
+
+def remove_stale(folder: Path, before: dict[str, Any] | None, kept: Iterable[str]) -> None:
+    """Remove what an earlier emission into the folder left, unchanged since, and the new one does not write.
+
+    Args:
+        folder: where the new emission is.
+        before: the manifest of the earlier one, None if there was none.
+        kept: names of the new files.
+    """
+    names = set(kept)
+    for name, digest in _listed(before or {}).items():
+        path = folder / name
+        # Only a plain name: a manifest that was tampered with must not reach another folder.
+        if name in names or Path(name).name != name or not path.is_file():
+            continue
+        if hashlib.sha256(path.read_bytes()).hexdigest() == digest:
+            path.unlink()
+
+
+def _listed(manifest: dict[str, Any]) -> dict[str, str]:
+    """Names and digests of the files that a manifest vouches for."""
+    files = manifest.get("files")
+    if not isinstance(files, dict):
+        return {}
+    return {name: str(entry.get("sha256")) for name, entry in files.items() if isinstance(entry, dict)}
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -90,8 +134,8 @@ def _json(value: Any, indent: str = "") -> str:
     return ("{\n%s\n%s}" if isinstance(value, dict) else "[\n%s\n%s]") % (",\n".join(parts), indent)
 
 
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def _sha256(content: str | bytes) -> str:
+    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()
 
 
 def _manifest(config: Config, options: Options, program: Program, plans: dict[str, Plan]) -> dict[str, Any]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from mhcgen.commands.options import Asked, Force, takes_request
 from mhcgen.commands.output import say
 from mhcgen.errors import CheckFailed, RefusedError, UsageError
+
+if TYPE_CHECKING:
+    from mhcgen.abi import AbiRequest
 
 GRAPHS = ("dot", "mermaid", "svg")
 
@@ -20,6 +23,17 @@ def emit(
     out: Annotated[
         Path | None,
         typer.Option("--out", metavar="DIR", help="Write a folder: the text, what it must equal, and its test."),
+    ] = None,
+    abi: Annotated[
+        str | None, typer.Option("--abi", metavar="c", help="With --out: also a C header, a launcher and snippets.")
+    ] = None,
+    cubin: Annotated[
+        str | None,
+        typer.Option("--cubin", metavar="sm_XX,...", help="With --abi: also machine code, and a loader for it."),
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option("--name", metavar="NAME", help="With --abi: of files and functions. Default: the fusion's."),
     ] = None,
     force: Force = False,
     all_: Annotated[
@@ -34,13 +48,17 @@ def emit(
 ) -> None:
     """Print the CUDA text of an emission, or write it into a folder together with its test."""
     if all_:
-        if out is not None or force or asked.given:
+        if out is not None or force or asked.given or abi or cubin or name:
             _conflict("--all", "the set is fixed, and takes no option but --check and --dir")
         _emit_all(folder or Path("generated"), check)
     elif check or folder is not None:
         _conflict("--check" if check else "--dir", "it belongs to --all")
+    elif abi is None and (cubin is not None or name is not None):
+        _conflict("--cubin" if cubin is not None else "--name", "it belongs to --abi")
     elif out is not None:
-        _emit_folder(asked, out, force)
+        _emit_folder(asked, out, force, _abi(abi, cubin, name))
+    elif abi is not None:
+        _conflict("--abi", "it belongs to --out")
     elif force:
         _conflict("--force", "it belongs to --out")
     else:
@@ -53,13 +71,25 @@ def _conflict(option: str, why: str) -> NoReturn:
     )
 
 
-def _emit_folder(asked: Asked, out: Path, force: bool) -> None:
-    from mhcgen.files import write_folder
-    from mhcgen.folder import folder_texts, foreign
+def _abi(abi: str | None, cubin: str | None, name: str | None) -> AbiRequest | None:
+    from mhcgen.abi import ABIS, AbiRequest
 
-    texts = folder_texts(asked.config, asked.options)
-    write_folder(out, texts, foreign=foreign(out) if out.is_dir() and not force else ())
-    say(f"{out}: {', '.join(texts)}")
+    _member("--abi", abi, ABIS)
+    if abi is None:
+        return None
+    archs = () if cubin is None else tuple(part.strip() for part in cubin.split(","))
+    return AbiRequest(name or "", archs)
+
+
+def _emit_folder(asked: Asked, out: Path, force: bool, abi: AbiRequest | None) -> None:
+    from mhcgen.files import write_folder
+    from mhcgen.folder import folder_files, foreign, read_manifest, remove_stale
+
+    files = folder_files(asked.config, asked.options, abi)
+    before = read_manifest(out)
+    write_folder(out, files, foreign=foreign(out) if out.is_dir() and not force else ())
+    remove_stale(out, before, files)
+    say(f"{out}: {', '.join(files)}")
 
 
 def _emit_all(root: Path, check: bool) -> None:
