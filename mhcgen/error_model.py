@@ -34,7 +34,7 @@ import numpy.typing as npt
 
 from mhcgen.error_combs import FLOOR, FUNCTIONS, Array, U, comb_error, depth
 from mhcgen.ir import Program, Stage
-from mhcgen.reference import STREAM_LAST, evaluate, root_mean_square, round_to, sigmoid
+from mhcgen.reference import evaluate, root_mean_square, round_to, sigmoid, turned
 
 SLACK = 1.01
 
@@ -82,7 +82,7 @@ class ErrorModel:
 
     def turned(self, name: str, array: Array) -> Array:
         """Stored to [T, n, H] and back: swaps the last two axes of a stream-last tensor."""
-        return np.swapaxes(array, 1, 2) if self.program.tensor(name).shape == STREAM_LAST else array
+        return turned(self.program.tensor(name), array)
 
     def rows(self, name: str, array: Array | None = None) -> Array:
         """A value, or an array of its shape, with a first axis of 1 where a tensor is the same for all tokens."""

@@ -339,10 +339,6 @@ def run(
         sizes = {**dims, "T": tokens}
         return tuple(d if isinstance(d, int) else sizes[d] for d in declared[name].shape)
 
-    def turned(name: str, array: Array) -> Array:
-        """Stored to canonical and back: stream-last tensors swap their last two axes."""
-        return np.swapaxes(array, 1, 2) if tuple(declared[name].shape) == STREAM_LAST else array
-
     for tensor in program.tensors:
         if tensor.role in ("input", "parameter"):
             array = np.asarray(inputs[tensor.name]).astype(np.float64)
@@ -351,13 +347,15 @@ def run(
             values[tensor.name] = array
     for stage in program.stages:
         opaque = stage.kind in OPAQUE
-        operands = {slot: values[name] if opaque else turned(name, values[name]) for slot, name in stage.operands}
+        operands = {
+            slot: values[name] if opaque else turned(declared[name], values[name]) for slot, name in stage.operands
+        }
         function = branches.get(stage.name, branches.get(stage.kind))
         with np.errstate(all="ignore"):
             produced = evaluate(stage, operands, {**dims, "T": tokens}, function)
         for slot, name in stage.results:
             array = np.asarray(produced[slot], dtype=np.float64)
-            array = array if opaque else turned(name, array)
+            array = array if opaque else turned(declared[name], array)
             if array.shape != shape(name):
                 raise ValueError(f"stage {stage.name} gave {name} the shape {array.shape}, wants {shape(name)}")
             dtype = declared[name].dtype
@@ -365,6 +363,11 @@ def run(
     if all_values:
         return values
     return {tensor.name: values[tensor.name] for tensor in program.tensors if tensor.role == "result"}
+
+
+def turned(tensor: TensorLike, array: Array) -> Array:
+    """Stored to [T, n, H] and back: a stream-last tensor swaps its last two axes, any other stays."""
+    return np.swapaxes(array, 1, 2) if tuple(tensor.shape) == STREAM_LAST else array
 
 
 def _tokens(program: ProgramLike, inputs: Mapping[str, npt.ArrayLike]) -> int:

@@ -18,6 +18,7 @@ from mhcgen.ir import AttrValue, Program, Stage
 from mhcgen.lower import float_literal
 from mhcgen.passes import run_pipeline
 from mhcgen.plan import Kernel, Loop, Node, Plan, Step
+from mhcgen.stages import COMB_STAGES, STREAM_LAST
 from mhcgen.steps.context import identifier
 
 Inputs = Mapping[str, Array]
@@ -114,7 +115,11 @@ def transpose_comb(program: Program, plan: Plan) -> Iterator[Fault]:
     """comb stored with its axes swapped: by the template that is right for logits with rows as destinations."""
 
     def change(kernel: Kernel, step: Step) -> Step:
-        if program.stage(step.stage).kind != "sinkhorn" or not step.name.endswith(".store"):
+        if program.stage(step.stage).kind not in COMB_STAGES:
+            return step
+        if step.template == "comb_direct":
+            return replace(step, template="comb_direct_transposed")
+        if not step.name.endswith(".store"):
             return step
         straight = step.template.removesuffix("_transposed")
         other = straight if straight != step.template else f"{straight}_transposed"
@@ -127,7 +132,8 @@ def skip_stream(program: Program, plan: Plan) -> Iterator[Fault]:
     """collapse leaves out the last stream."""
     source = plan.source
     n = program.dim("n")
-    for step in _steps(plan, "collapse"):
+    sums = [step for step in _steps(plan, "collapse") if step.template.endswith("collapse")]  # not the slab's load
+    for step in sums:
         source = in_step(source, step.name, rf"int c = 1; c < {n};", f"int c = 1; c < {n - 1};")
     yield Fault(plan, source, "the sum of collapse")
 
@@ -194,7 +200,7 @@ def eps_outside_root(program: Program, plan: Plan) -> Iterator[Fault]:
 
 def post_eps(program: Program, plan: Plan) -> Iterator[Fault]:
     """post takes the eps that only pre has."""
-    eps = float_literal(max(float(stage.attr("pre_eps")) for stage in program.stages_of_kind("gates")))
+    eps = float_literal(max(float(stage.attr("pre_eps")) for stage in program.stages_of_kind("gates")) or 1e-6)
     by = rf"\1__fadd_rn(\2, {eps});"
     yield Fault(plan, substituted(plan.source, r"(float post_gate = )([^;]+);", by, "post"), "the post gates")
 
@@ -220,9 +226,10 @@ def borrowed_row(program: Program, plan: Plan) -> Iterator[Fault]:
             return step
         x = rows[step.stage]
         row = program.dim("n") * program.dim("H")
+        last = "_last" if program.tensor(x).shape == STREAM_LAST else ""
         return _fields(
             step,
-            streams_from=f"columns/streams_from_global_{program.tensor(x).dtype}.cu.j2",
+            streams_from=f"columns/streams{last}_from_global_{program.tensor(x).dtype}.cu.j2",
             streams=f"({identifier(x)} + (token > 0 ? token - 1 : 0) * {row})",
         )
 

@@ -12,11 +12,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mhcgen import bounds, reference
+from mhcgen.combs import comb_kind
 from mhcgen.gate.checks import Verdict, computed, rounded
 from mhcgen.gate.execute import Array, Arrays, Outcome
 from mhcgen.gate.jobs import Job
 from mhcgen.ir import AttrValue, Program, Stage
 from mhcgen.passes.fuse import OPAQUE_KINDS
+from mhcgen.stages import COMB_STAGES
 
 #: Results by slot of a stage that goes wrong; None where this fault leaves the stage alone.
 Wrong = Callable[[Stage, Arrays], Mapping[str, Array] | None]
@@ -40,7 +42,8 @@ class Planted:
 def faulty_values(program: Program, values: Mapping[str, Array], wrong: Wrong) -> Arrays | None:
     """What kernels compute with one kind of stage gone wrong, None if no stage did."""
     now = dict(values)
-    dims = dict(program.dims)
+    tokens = next((len(values[t.name]) for t in program.tensors if t.shape[0] == "T"), 0)
+    dims = {**dict(program.dims), "T": tokens}
     hit = False
     for stage in program.stages:
         if stage.kind in OPAQUE_KINDS:
@@ -58,21 +61,34 @@ def faulty_values(program: Program, values: Mapping[str, Array], wrong: Wrong) -
 
 
 # ---- the faults -------------------------------------------------------------------------------------
+#: DeepSeek-V4's Sinkhorn but for the orientation of its logits.
+_RULE = (("domain", "linear"), ("start", "softmax"), ("eps_mode", "add"), ("order", "row-col"))
+
+
 def _comb(fault: Callable[[Array, Stage], Array]) -> Wrong:
-    """A fault of the Sinkhorn, of the logits [T, n, n]; other kinds of comb have faults of their own."""
+    """A fault of DeepSeek-V4's Sinkhorn, of the logits [T, n, n] with rows first; other forms have other faults."""
 
     def wrong(stage: Stage, operands: Arrays) -> Mapping[str, Array] | None:
-        if stage.kind != "sinkhorn" or stage.attr("comb") != "sinkhorn":
+        if stage.kind != "sinkhorn" or any(stage.option(key, value) != value for key, value in _RULE):
             return None
-        n = round(operands["logits"].shape[1] ** 0.5)
-        return {"comb": fault(operands["logits"].reshape(-1, n, n), stage)}
+        n = round(operands["logits"].shape[-1] ** 0.5)
+        comb = fault(operands["logits"].reshape(-1, n, n), stage)
+        return {"comb": np.swapaxes(comb, 1, 2) if stage.option("orient", "in") == "out" else comb}
 
     return wrong
 
 
-def _transposed(logits: Array, stage: Stage) -> Array:
-    flat = logits.reshape(len(logits), -1)
-    return np.swapaxes(reference.sinkhorn(flat, stage.attr("iters"), stage.attr("eps")), 1, 2)
+def _transposed(program: Program) -> Wrong:
+    """comb with its axes swapped, of any kind that is not symmetric."""
+
+    def wrong(stage: Stage, operands: Arrays) -> Mapping[str, Array] | None:
+        n = program.dim("n")
+        if stage.kind not in COMB_STAGES or comb_kind(stage).aim(n, 1) is None:
+            return None
+        comb = np.asarray(reference.evaluate(stage, operands, dict(program.dims))["comb"], dtype=np.float64)
+        return {"comb": np.swapaxes(comb, -1, -2)}
+
+    return wrong
 
 
 def _clamped(logits: Array, stage: Stage) -> Array:
@@ -135,7 +151,7 @@ def _narrow_weights(stage: Stage, operands: Arrays) -> Mapping[str, Array] | Non
 def _stream_skipped(stage: Stage, operands: Arrays) -> Mapping[str, Array] | None:
     if stage.kind != "collapse":
         return None
-    return {"y": reference.collapse(operands["x"][:, :-1], operands["pre"][:, :-1])}
+    return {"y": reference.collapse(operands["x"][:, :-1], operands["pre"][..., :-1])}
 
 
 def _other_eps(program: Program) -> Wrong:
@@ -144,7 +160,8 @@ def _other_eps(program: Program) -> Wrong:
 
     def change(stage: Stage, operands: Arrays) -> tuple[Stage, Arrays] | None:
         own = float(stage.attr("eps"))
-        return (_with(stage, eps=max(others, key=lambda eps: abs(eps - own))), operands) if others else None
+        other = max(others, key=lambda eps: abs(eps - own), default=own)
+        return (_with(stage, eps=other), operands) if other != own else None
 
     return _rowsq(change)
 
@@ -184,6 +201,8 @@ def planted(program: Program, job: Job) -> tuple[Planted, ...]:
     found = PLANTED.get(job.kind, ())
     if job.kind == "D3":
         found = (Planted("the two eps mixed up", _other_eps(program)),)
+    if job.kind in ("uniform", "D1") and program.dim("n") >= 3:
+        found = (Planted("comb transposed", _transposed(program)), *found)
     return tuple(fault for fault in found if fault.needs(program, job.tokens))
 
 

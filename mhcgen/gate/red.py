@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from mhcgen.combs import comb_kind
 from mhcgen.gate import barriers, checks, faults
 from mhcgen.gate.arms import BASELINE
 from mhcgen.gate.checks import Outcomes, Verdict
@@ -23,6 +24,7 @@ from mhcgen.gate.request import SMALL_TOKENS
 from mhcgen.inputs import DISCRIMINATING
 from mhcgen.ir import Program
 from mhcgen.plan import Plan
+from mhcgen.stages import COMB_STAGES
 
 if TYPE_CHECKING:
     from mhcgen.gate.run import Ran, Session
@@ -69,6 +71,18 @@ def _streams(least: int, why: str, kind: str) -> Callable[[Program], str]:
     return applies
 
 
+def _asymmetric(program: Program) -> str:
+    """Some kinds of matrix are symmetric; n x n ones are at n = 2, where rows and columns sum to 1."""
+    n = program.dim("n")
+    matrices = program.stages_of_kind(*COMB_STAGES)
+    if not matrices:
+        return _kind("sinkhorn")(program)
+    if n < 3:
+        return "needs n >= 3: a 2 x 2 doubly stochastic matrix is symmetric"
+    symmetric = [stage.attr("comb") for stage in matrices if comb_kind(stage).aim(n, 1) is None]
+    return f"a matrix of kind {symmetric[0]} is symmetric" if symmetric else ""
+
+
 def _short(program: Program) -> str:
     problem = _streams(2, "a 1 x 1 matrix does not change from one iteration to the next", "sinkhorn")(program)
     few = any(stage.attr("iters") < 2 for stage in program.stages_of_kind("sinkhorn"))
@@ -106,7 +120,7 @@ RED: dict[str, RedArm] = {
         RedArm(
             "transpose-comb",
             "comb stored as (to_stream, from_stream)",
-            _streams(3, "a 2 x 2 doubly stochastic matrix is symmetric", "sinkhorn"),
+            _asymmetric,
             "bits",
             faults.transpose_comb,
         ),
@@ -234,7 +248,8 @@ def _plant(session: Session, red: RedArm, ran: Ran, fault: Fault, jobs: list[Job
 
 def _exposed(program: Program) -> bool:
     """Whether gates and comb are results. A trunk shows them through y alone, where rounding may hide a fault."""
-    made = [name for s in program.stages_of_kind("gates", "sinkhorn") for slot, name in s.results if slot != "logits"]
+    makers = program.stages_of_kind("gates", *COMB_STAGES)
+    made = [name for s in makers for slot, name in s.results if slot != "logits"]
     return all(program.tensor(name).role == "result" for name in made)
 
 
