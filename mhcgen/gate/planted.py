@@ -48,14 +48,14 @@ def faulty_values(program: Program, values: Mapping[str, Array], wrong: Wrong) -
     for stage in program.stages:
         if stage.kind in OPAQUE_KINDS:
             continue  # what it gave the emission stands
-        operands = {slot: now[name] for slot, name in stage.operands}
+        operands = {slot: reference.turned(program.tensor(name), now[name]) for slot, name in stage.operands}
         with np.errstate(all="ignore"):
             made = wrong(stage, operands)
             hit |= made is not None
             produced = {**reference.evaluate(stage, operands, dims), **(made or {})}
         for slot, name in stage.results:
             dtype = program.tensor(name).dtype
-            array = np.asarray(produced[slot], dtype=np.float64)
+            array = reference.turned(program.tensor(name), np.asarray(produced[slot], dtype=np.float64))
             now[name] = reference.round_to(array, dtype) if rounded(program) else array
     return {name: now[name] for name in computed(program)} if hit else None
 
@@ -174,17 +174,14 @@ def _wide(program: Program, tokens: int) -> bool:
     return program.dim("n") > 1
 
 
-_TRANSPOSED = Planted("comb transposed", _comb(_transposed), lambda program, tokens: program.dim("n") >= 3)
 _UNSTABLE = Planted("exponentials without the row maximum", _comb(_without_maximum))
 
 #: Kind of inputs -> the faults they are there for. `uniform` has the ordinary ones.
 PLANTED: dict[str, tuple[Planted, ...]] = {
     "uniform": (
-        _TRANSPOSED,
         Planted("a stream skipped", _stream_skipped, _wide),
         Planted("another row's norm", _rowsq(_borrowed), _several),
     ),
-    "D1": (_TRANSPOSED,),
     "D4": (Planted("eps outside the root", _rowsq(_eps_outside)),),
     "D5": (Planted("sums clamped by eps", _comb(_clamped)),),
     "D8": (_UNSTABLE,),
