@@ -26,7 +26,7 @@ from mhcgen.ir import Tensor
 from mhcgen.lower import command_of, tensors_of
 from mhcgen.passes.fuse import OPAQUE_KINDS, PRESETS
 from mhcgen.plan import RESIDENT_BLOCKS, RESIDENT_CLUSTERS, Kernel, Plan
-from mhcgen.runtime import VECTOR_ALIGNMENT, launch_order
+from mhcgen.runtime import VECTOR_ALIGNMENT, geometry, launch_order
 from mhcgen.steps.context import identifier
 
 #: What `--abi` takes.
@@ -303,7 +303,7 @@ def _kernel(plan: Plan, kernel: Kernel) -> dict[str, Any]:
         # As Kernel.tokens_per_cluster; without a cluster every block has one token.
         "most": kernel.tokens if clustered else 1,
         "resident": RESIDENT_CLUSTERS if kernel.cluster > 8 else RESIDENT_BLOCKS // kernel.cluster,
-        "blocks": kernel.columns.blocks if kernel.columns is not None else 1,
+        "blocks": geometry(kernel, 1)[0][1],
         "threads": kernel.threads,
         "cluster": kernel.cluster,
         "dependent": int(kernel.dependent),
