@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
+import re
+import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from mhcgen import cache
+from mhcgen.doctor_extras import CUDA_EXTRAS, USES, Need, extras, torch_cuda
 from mhcgen.errors import EnvironmentFault, MhcgenError
 
 State = Literal["ok", "missing", "broken", "note"]
@@ -21,12 +27,12 @@ _OLDEST_PYTHON = (3, 11)
 # These releases break the import of networkx.
 _BAD_PYTHONS = ((3, 13, 10), (3, 14, 1))
 _CORE = ("jinja2", "ml_dtypes", "networkx", "numpy", "typer")
-# package: what it is good for, the command that adds it
-_OPTIONAL = {
-    "torch": ("tensors and streams of PyTorch can be passed to kernels", "pip install torch"),
-    "safetensors": ("`mhcgen run` reads .safetensors", "pip install 'mhcgen[safetensors]'"),
-    "matplotlib": ("`mhcgen bench --plot`", "pip install 'mhcgen[plot]'"),
-    "ziglang": ("a C++ compiler where the system has none", "pip install 'mhcgen[zig]'"),
+#: what somebody needs -> names of the checks that must be ok for it
+NEEDS = {
+    "host": ("Python", *_CORE, "C++ compiler", "cache"),
+    "nvrtc": ("Python", *_CORE, "NVRTC", "CUDA headers", "cache"),
+    "cuda": ("Python", *_CORE, "CuPy", "GPU", "CUDA versions", "cache"),
+    "torch": ("Python", *_CORE, "torch", "cache"),
 }
 
 
@@ -58,10 +64,27 @@ def diagnose() -> list[Check]:
         _guarded("CUDA headers", _headers),
         _guarded("CuPy", _cupy),
         _guarded("GPU", _gpu),
+        _guarded("CUDA versions", _versions),
+        _guarded("nvcc", _nvcc),
         _guarded("cache", _cache),
     ]
-    checks += [_guarded(name, lambda name=name: _optional(name)) for name in _OPTIONAL]  # type: ignore[misc]
+    for extra, needs in extras().items():
+        if extra not in CUDA_EXTRAS:
+            name = needs[0].package if len(needs) == 1 else f"extra {extra}"
+            checks.append(_guarded(name, partial(_optional, name, extra, needs)))
     return checks
+
+
+def unmet(need: str, checks: list[Check]) -> list[Check]:
+    """The checks that stand in the way of a backend.
+
+    Args:
+        need: a key of `NEEDS`.
+        checks: of `diagnose`.
+    """
+    # A cache that does not outlive a reboot is still a cache.
+    fine = {"cache": ("ok", "note"), "CUDA versions": ("ok", "note")}
+    return [c for c in checks if c.name in NEEDS[need] and c.state not in fine.get(c.name, ("ok",))]
 
 
 def _guarded(name: str, look: Callable[[], Check]) -> Check:
@@ -105,12 +128,19 @@ def _core(name: str) -> Check:
     return Check(name, "ok", _version(name))
 
 
-def _optional(name: str) -> Check:
-    use, command = _OPTIONAL[name]
+def _optional(name: str, extra: str, needs: tuple[Need, ...]) -> Check:
     # Found, not imported: torch takes seconds and may make a context.
-    if importlib.util.find_spec(name) is None:
-        return Check(name, "note", f"not installed; optional: {use}", command)
-    return Check(name, "ok", _version(name))
+    use, fix = USES.get(extra, "see the README"), f"pip install 'mhcgen[{extra}]'"
+    missing = [need.package for need in needs if not need.found]
+    if missing:
+        which = "not installed" if len(needs) == 1 else f"without {', '.join(missing)}"
+        return Check(name, "note", f"{which}; optional: {use}", fix)
+    old = [need for need in needs if need.too_old]
+    if old:
+        detail = ", ".join(f"{need.package} {need.found} is older than {need.oldest}" for need in old)
+        return Check(name, "broken", detail, f"pip install --upgrade 'mhcgen[{extra}]'")
+    found = [need.found if len(needs) == 1 else f"{need.package} {need.found}" for need in needs]
+    return Check(name, "ok", ", ".join(found))
 
 
 def _compiler() -> Check:
@@ -193,6 +223,39 @@ def _gpu() -> Check:
     )
     version = driver.version
     return Check("GPU", "ok", f"driver for CUDA {version // 1000}.{version % 1000 // 10}; {devices}")
+
+
+def _versions() -> Check:
+    """Whether what compiles and what runs agree on CUDA's major version."""
+    from mhcgen.backends.driver import load_driver
+    from mhcgen.backends.nvrtc_library import find_nvrtc
+
+    try:
+        driver = load_driver().version // 1000
+    except EnvironmentFault:
+        return Check("CUDA versions", "note", "not compared: there is no driver")
+    parts, wrong = [f"driver {driver}"], ""
+    try:
+        find_nvrtc(driver)
+    except EnvironmentFault as fault:
+        with contextlib.suppress(EnvironmentFault):
+            parts.append(f"NVRTC {find_nvrtc().version[0]}, which makes machine code that the driver does not load")
+            wrong = fault.hints[0] if fault.hints else ""
+    if built := torch_cuda():
+        parts.append(f"torch {built}")
+        if int(built.split(".")[0]) > driver:
+            parts[-1] += ", which needs a newer driver"
+            wrong = wrong or f"update the NVIDIA driver, or install PyTorch's build for CUDA {driver}"
+    return Check("CUDA versions", "broken" if wrong else "ok", "; ".join(parts), wrong)
+
+
+def _nvcc() -> Check:
+    path = shutil.which("nvcc")
+    if path is None:
+        return Check("nvcc", "note", "not found; optional: only engines that compile the text themselves need it")
+    said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=True).stdout
+    release = re.search(r"release ([\d.]+)", said)
+    return Check("nvcc", "ok", f"{release[1] if release else 'unknown version'}, {path}")
 
 
 def _cache() -> Check:

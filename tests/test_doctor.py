@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import re
 import sys
+import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mhcgen import doctor
+from mhcgen import cli, doctor
 from mhcgen.backends import cupy_state, driver, nvrtc_library
-from mhcgen.doctor import Check, diagnose
+from mhcgen.doctor import NEEDS, Check, diagnose, unmet
+from mhcgen.doctor_extras import CUDA_EXTRAS, USES, Need, extras
 from mhcgen.errors import EnvironmentFault
 
 
@@ -177,6 +182,101 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     assert check.state == "broken" and "MHCGEN_CACHE_DIR" in check.fix
 
 
+def test_every_extra_is_looked_at() -> None:
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    names = {check.name for check in diagnose()}
+    for extra, packages in project["optional-dependencies"].items():
+        if extra in CUDA_EXTRAS:
+            assert {"CuPy", "NVRTC"} <= names
+            continue
+        assert extra in USES
+        alone = re.split(r"[<>=!]", packages[0])[0]
+        assert (f"extra {extra}" if len(packages) > 1 else alone) in names | {f"extra {extra}", alone} & names
+
+
+def test_extras_are_those_of_the_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["numpy>=1.26", 'odd-thing>=2.1,<4; extra == "odd"', "other ; python_version < '4' and extra == 'odd'"]
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: lines)
+    assert extras()["odd"] == (Need("odd-thing", "2.1"), Need("other"))
+    check = named("extra odd")
+    assert (check.state, check.fix) == ("note", "pip install 'mhcgen[odd]'")
+    assert "without odd-thing, other" in check.detail
+
+
+def test_a_package_that_is_too_old_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: ['numpy>=99.0; extra == "odd"'])
+    check = doctor._optional("numpy", "odd", extras()["odd"])
+    assert (check.state, check.fix) == ("broken", "pip install --upgrade 'mhcgen[odd]'")
+    assert "is older than 99.0" in check.detail
+    for found, oldest, old in (("2.10.1", "2.9", False), ("2.6.0+cu126", "2.6", False), ("1.9", "1.10", True)):
+        monkeypatch.setattr(importlib.metadata, "version", lambda name, found=found: found)
+        assert Need("anything", oldest).too_old is old
+
+
+@pytest.mark.parametrize(("built", "state"), [("13.0", "broken"), ("12.6", "ok"), ("", "ok")])
+def test_a_torch_for_a_newer_cuda_than_the_driver(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, built: str, state: str
+) -> None:
+    class Fake:
+        version = 12080
+
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('imported')")
+    line = f"cuda: Optional[str] = '{built}'" if built else "cuda: Optional[str] = None"
+    (tmp_path / "torch" / "version.py").write_text(f"__version__ = '2.9'\n{line}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(driver, "load_driver", Fake)
+    monkeypatch.setattr(nvrtc_library, "find_nvrtc", lambda major=None: None)
+    check = doctor._versions()
+    assert check.state == state
+    assert bool(check.fix) is (state == "broken")
+
+
+def test_an_nvrtc_for_a_newer_cuda_than_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fake:
+        version = 12080
+
+    def find(major: int | None = None) -> Any:
+        if major is not None:
+            raise EnvironmentFault("E-NO-NVRTC", "none", hints=("pip install nvidia-cuda-nvrtc-cu12",))
+        return type("Library", (), {"version": (13, 5)})
+
+    monkeypatch.setattr(driver, "load_driver", Fake)
+    monkeypatch.setattr(nvrtc_library, "find_nvrtc", find)
+    check = doctor._versions()
+    assert (check.state, check.fix) == ("broken", "pip install nvidia-cuda-nvrtc-cu12")
+
+
+def test_what_a_backend_needs() -> None:
+    names = {check.name for check in diagnose()}
+    for need, wanted in NEEDS.items():
+        assert set(wanted) <= names, need
+    checks = [Check(name, "ok", "") for name in sorted({n for wanted in NEEDS.values() for n in wanted})]
+    assert not any(unmet(need, checks) for need in NEEDS)
+    worse = [replace(c, state="missing") if c.name == "C++ compiler" else c for c in checks]
+    assert [c.name for c in unmet("host", worse)] == ["C++ compiler"]
+    assert not unmet("nvrtc", worse)
+    without = [replace(c, state="note") if c.name in ("GPU", "torch") else c for c in checks]
+    assert [c.name for c in unmet("cuda", without)] == ["GPU"]
+    assert [c.name for c in unmet("torch", without)] == ["torch"]
+
+
+def test_the_verb_ends_with_4_where_a_need_is_not_met(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checks = [Check(name, "ok", "x") for name in sorted({n for wanted in NEEDS.values() for n in wanted})]
+    checks = [replace(c, state="broken", fix="mend it") if c.name == "CuPy" else c for c in checks]
+    monkeypatch.setattr(doctor, "diagnose", lambda: checks)
+    assert cli.run(["doctor"]) == 4
+    assert cli.run(["doctor", "--need", "host"]) == 0
+    assert cli.run(["doctor", "--need", "host,cuda"]) == 4
+    out = capsys.readouterr().out
+    assert "host: works\ncuda: does not work: CuPy\n" in out
+    assert cli.run(["doctor", "--need", "abacus"]) == 2
+    assert "error[U-OPTION]" in capsys.readouterr().err
+
+
 def test_nothing_that_goes_wrong_escapes(monkeypatch: pytest.MonkeyPatch) -> None:
     def explode(*_: object) -> None:
         raise RuntimeError("unforeseen\nwith a second line")
@@ -190,6 +290,8 @@ def test_nothing_that_goes_wrong_escapes(monkeypatch: pytest.MonkeyPatch) -> Non
         "_headers",
         "_cupy",
         "_gpu",
+        "_versions",
+        "_nvcc",
         "_cache",
     ):
         monkeypatch.setattr(doctor, name, explode)

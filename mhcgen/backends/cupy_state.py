@@ -63,7 +63,7 @@ def import_cupy() -> Any:
             + ("twice" if len(names) == 2 else f"{len(names)} times")
             + ", and the installations overwrite each other.",
             notes=tuple(f"{name} {version}" for name, version in packages),
-            hints=(f"pip uninstall {' '.join(names)}, then {install_hint()}",),
+            hints=(f"pip uninstall --yes {' '.join(names)} && {install_hint()}",),
         )
     if sys.modules.get("cupy") is None and not packages and importlib.util.find_spec("cupy") is None:
         raise EnvironmentFault(
@@ -79,7 +79,7 @@ def import_cupy() -> Any:
             "E-CUPY-BROKEN",
             f"CuPy is installed but cannot be imported: {type(error).__name__}.",
             notes=tuple(line for line in str(error).splitlines() if line.strip(" ="))[:12],
-            hints=(f"pip uninstall {packages[0][0] if packages else 'cupy'}, then {install_hint()}",),
+            hints=(f"pip uninstall --yes {packages[0][0] if packages else 'cupy'} && {install_hint()}",),
         ) from error
 
 
@@ -102,8 +102,8 @@ def require_gpu() -> tuple[Any, Driver]:
             f"CuPy needs CUDA {built_for // 1000}, but the driver supports CUDA {driver.version // 1000}.",
             notes=tuple(f"{name} {version}" for name, version in packages),
             hints=(
-                f"pip uninstall {packages[0][0] if packages else 'cupy'}, "
-                f"then {install_hint(driver.version // 1000)}",
+                f"pip uninstall --yes {packages[0][0] if packages else 'cupy'} && "
+                f"{install_hint(driver.version // 1000)}",
             ),
         )
     if driver.device_count == 0:

@@ -80,13 +80,25 @@ def _red(_: Asked) -> list[tuple[str, ...]]:
     return [(name, red.what) for name, red in RED.items()]
 
 
-def doctor() -> None:
+def doctor(
+    need: Annotated[
+        list[str] | None,
+        typer.Option("--need", metavar="host|nvrtc|cuda|torch", help="What must work; may be given twice."),
+    ] = None,
+) -> None:
     """Say what is installed, what works, and what is missing with the command that adds it.
 
-    Exit code 4 if something is there but broken.
+    Exit code 4 if something is there but broken, or if what --need names would not work.
     """
-    from mhcgen.doctor import diagnose
+    from mhcgen.doctor import NEEDS, diagnose, unmet
 
+    names = [name.strip() for part in need or () for name in part.split(",")]
+    for name in names:
+        if name not in NEEDS:
+            raise UsageError(
+                "U-OPTION", f"--need must be one of {', '.join(NEEDS)}, got {name!r}", where="--need",
+                hints=(f"choose one of {', '.join(NEEDS)}",),
+            )
     checks = diagnose()
     rows: list[tuple[str, ...]] = []
     for check in checks:
@@ -94,7 +106,13 @@ def doctor() -> None:
         if check.fix:
             rows.append(("", "", f"-> {check.fix}"))
     say(table(rows))
-    if any(check.state == "broken" for check in checks):
+    stopped = False
+    for name in names:
+        left = unmet(name, checks)
+        stopped = stopped or bool(left)
+        say(f"{name}: {'works' if not left else 'does not work: ' + ', '.join(check.name for check in left)}")
+    # Asked for one backend, a fault of another is shown and does not count.
+    if stopped or (not names and any(check.state == "broken" for check in checks)):
         raise typer.Exit(4)
 
 

@@ -87,7 +87,7 @@ def test_a_cupy_that_raises_anything_on_import_is_broken(
     with pytest.raises(EnvironmentFault) as caught:
         cupy_state.import_cupy()
     assert caught.value.code == "E-CUPY-BROKEN"
-    assert "pip uninstall cupy-cuda12x" in str(caught.value)
+    assert "pip uninstall --yes cupy-cuda12x" in str(caught.value)
     assert cuda.is_available()[0] is False
 
 
@@ -97,7 +97,7 @@ def test_two_cupys_are_refused_before_import(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(EnvironmentFault) as caught:
         cupy_state.import_cupy()
     assert caught.value.code == "E-TWO-CUPY"
-    assert "pip uninstall cupy-cuda12x cupy-cuda13x" in str(caught.value)
+    assert "pip uninstall --yes cupy-cuda12x cupy-cuda13x" in str(caught.value)
 
 
 def test_cupy_without_a_driver(monkeypatch: pytest.MonkeyPatch, no_driver: None) -> None:
