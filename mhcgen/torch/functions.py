@@ -48,13 +48,13 @@ class NormSite(NamedTuple):
 class QuantSite(NamedTuple):
     """`NormSite` with q [T, H] (int8 or float8_e4m3fn) and q_scale [T, groups]."""
 
-    q: Tensor
-    q_scale: Tensor
     z: Tensor
     y: Tensor
     pre: Tensor
     post: Tensor
     comb: Tensor
+    q: Tensor
+    q_scale: Tensor
 
 
 class Boundary(NamedTuple):

@@ -3,7 +3,7 @@
 ```
 expand   e -> x                                      pre            x, fn or mixes, scale, base -> y, pre, post, comb
 post     x, f, post, comb -> x_next                  pre_norm       ... and norm_weight -> z, y, pre, post, comb
-mean     x -> y                                      pre_norm_quant ... -> q, q_scale, z, y, pre, post, comb
+mean     x -> y                                      pre_norm_quant ... -> z, y, pre, post, comb, q, q_scale
 sum      x -> y                                      finish         pre with the mixes given
 collapse x, pre -> y                                 boundary       post, then pre of the next site
 head     x, fn or mixes, scale, base -> y, pre       boundary_norm  post, then pre_norm of the next site
@@ -84,7 +84,7 @@ OPERATIONS: dict[str, Operation] = {
         Operation(
             "pre_norm_quant",
             (*_GATED, "norm_weight?", "pre_prev?"),
-            ("q", "q_scale", "z", "y", *_SITE),
+            ("z", "y", *_SITE, "q", "q_scale"),
             "pre",
             "pre-norm-quant",
             norm=True,

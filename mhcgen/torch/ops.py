@@ -174,7 +174,7 @@ def gradients(
     names = [name for name, need in zip(call.operation.names, needed, strict=True) if need]
     if not wanted or not names:
         return [None] * len(tensors)
-    with torch.enable_grad():
+    with torch.enable_grad(), torch.autocast(_present(tensors)[0].device.type, enabled=False):
         given: dict[str, Tensor] = {}
         for name, tensor in zip(call.operation.names, tensors, strict=True):
             if tensor is not None:
