@@ -206,7 +206,7 @@ def _kernel(plan: Plan, kernel: Kernel) -> dict[str, Any]:
                 "alignment": ITEMSIZES[tensor.dtype] if plan.options.scalar else VECTOR_ALIGNMENT,
             }
         parameters.append(entry)
-    blocks = kernel.columns.blocks if kernel.columns is not None else 1
+    blocks = kernel.grid_blocks
     found: dict[str, Any] = {
         "kernel": kernel.name,
         "stages": list(kernel.stages),

@@ -253,6 +253,8 @@ def _indexes(plan: Plan, kernel: Kernel) -> tuple[str, ...]:
             f"const int column_first = column_block + lane * {c.run};",
         )
     found = ["const long long token = (long long)blockIdx.x;", "if (token >= tokens) return;"]
+    if kernel.grid == "token_rows":
+        found.append("const int row_first = (int)blockIdx.y;  // the row of fn of this block")
     if c is not None and c.blocks > 1:
         found.append(
             f"const int column_first = ((int)blockIdx.y * {32 * kernel.data_warps} + (int)threadIdx.x) * {c.run};"

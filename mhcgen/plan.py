@@ -233,11 +233,13 @@ class Kernel:
         places: where tensors live.
         buffers: shared arrays.
         body: steps, loops and barriers.
-        grid: `token` (one block a token), `token_columns` (several blocks share a token's columns) or `cluster`.
+        grid: `token` (one block a token), `token_columns` (several blocks share a token's columns),
+            `token_rows` (several blocks share the rows of fn) or `cluster`.
         shared_bytes: total of the buffers, set by the launch pass.
         cluster: blocks that work on the same tokens through each other's shared memory; 1 for none.
         tokens: most tokens of one cluster (their number is a run-time argument); 1 without one.
         rows_per_warp: rows of fn a warp of a cluster holds at once.
+        row_blocks: blocks that share the rows of fn of one token (grid `token_rows`).
         dependent: launched so that it may start before its predecessor has ended.
         phases: names of the phases between time stamps, as `team: stage`; empty without stamps.
     """
@@ -257,6 +259,7 @@ class Kernel:
     cluster: int = 1
     tokens: int = 1
     rows_per_warp: int = 0
+    row_blocks: int = 1
     dependent: bool = False
 
     @property
@@ -269,9 +272,14 @@ class Kernel:
         """The grid in terms of T, for people."""
         if self.grid == "cluster":
             return f"(ceil(T / per_cluster), {self.cluster}) in clusters of {self.cluster}"
-        if self.grid == "token_columns" and self.columns is not None:
-            return f"(T, {self.columns.blocks})"
-        return "(T)"
+        return f"(T, {self.grid_blocks})" if self.grid_blocks > 1 else "(T)"
+
+    @property
+    def grid_blocks(self) -> int:
+        """Blocks along grid.y: those that share a token's columns, or its rows of fn."""
+        if self.grid == "token_rows":
+            return self.row_blocks
+        return self.columns.blocks if self.columns is not None else 1
 
     def tokens_per_cluster(self, tokens: int) -> int:
         """How many tokens each cluster takes, so that all clusters are resident at once where that is possible."""

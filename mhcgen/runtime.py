@@ -278,7 +278,7 @@ def _dtype_hint(want: str, have: str) -> str:
 
 def geometry(kernel: Kernel, tokens: int) -> tuple[tuple[int, int], tuple[int, ...]]:
     """The grid of a launch, and the scalar arguments it ends with: tokens per cluster where there are any, tokens."""
-    blocks = kernel.columns.blocks if kernel.columns is not None else 1
+    blocks = kernel.grid_blocks
     if kernel.cluster == 1:
         return (tokens, blocks), (tokens,)
     per_cluster = kernel.tokens_per_cluster(tokens)

@@ -252,7 +252,7 @@ def ran(loaded: Loaded, plan: Plan, outcomes: Outcomes) -> Verdict:
 
 def blocks_of(kernel: Kernel, tokens: int) -> int:
     """Thread blocks of one launch."""
-    tall = kernel.columns.blocks if kernel.columns is not None else 1
+    tall = kernel.grid_blocks
     wide = tokens if kernel.cluster == 1 else -(-tokens // kernel.tokens_per_cluster(tokens))
     return wide * tall
 

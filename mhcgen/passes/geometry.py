@@ -57,7 +57,24 @@ def geometry(plan: Plan, kernel: Kernel, stages: tuple[Stage, ...], log: list[Lo
     slab = _slab_geometry(plan, kernel, stages, chunk, log)
     if slab is not None:
         return slab
-    return _streaming(plan, kernel, mixes, chunk, log)
+    streaming = _streaming(plan, kernel, mixes, chunk, log)
+    return _row_blocks(plan, streaming, stages, log) if kinds == {"project"} else streaming
+
+
+def _row_blocks(plan: Plan, kernel: Kernel, stages: tuple[Stage, ...], log: list[LogEntry]) -> Kernel:
+    """A projection alone: its rows do not depend on each other, so each has a block of its own."""
+    if len(stages) != 1:
+        return kernel
+    rows = plan.program.shape(stages[0].result("mixes"), 1)[-1]
+    log.append(
+        Decision(
+            "place",
+            kernel.name,
+            f"{rows} blocks a token, one for each row of fn",
+            "the rows do not depend on each other, and fn is far larger than the streams",
+        )
+    )
+    return replace(kernel, grid="token_rows", row_blocks=rows)
 
 
 def _chunk(program: Program) -> int:

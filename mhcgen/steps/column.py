@@ -60,8 +60,11 @@ def project(context: Context, stage: Stage) -> None:
     """mixes[t,r] = fn[r] . x[t]: columns add their streams in order, then the column tree."""
     x, mixes = stage.operand("x"), stage.result("mixes")
     rows = context.elements(mixes)
-    part = context.share(f"s_{identifier(mixes)}_part", "float", rows * context.kernel.data_warps)
-    own = context.kernel.warps == rows == 1  # then lane 0 alone writes the one partial sum and reads it
+    split = context.kernel.grid == "token_rows"
+    here = 1 if split else rows  # rows of one block
+    bounds = {"row_first": "row_first", "row_end": "row_first + 1"} if split else {"row_first": 0, "row_end": rows}
+    part = context.share(f"s_{identifier(mixes)}_part", "float", here * context.kernel.data_warps)
+    own = context.kernel.warps == here == 1  # then lane 0 alone writes the one partial sum and reads it
     source, reads, declares = context.streams(x)
     fields = context.column_fields()
     context.step(
@@ -74,7 +77,7 @@ def project(context: Context, stage: Stage) -> None:
         part=part,
         fn=context.row(stage.operand("fn")),
         n=context.n,
-        rows=rows,
+        **bounds,
         row_length=context.n * context.hidden,
         warps=context.kernel.data_warps,
         levels=levels(context.columns.chunks),
@@ -88,7 +91,7 @@ def project(context: Context, stage: Stage) -> None:
         "mix",
         (Access(part, False, own=own), *context.small_accesses(mixes, own=True)),
         part=part,
-        rows=rows,
+        **bounds,
         warps=context.kernel.data_warps,
         targets=context.small_targets(mixes),
     )

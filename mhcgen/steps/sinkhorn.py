@@ -163,6 +163,7 @@ def _fetch_logits(context: Context, stage: Stage) -> None:
     logits = stage.operand("logits")
     if context.place(logits).space == "lane":
         return
+    sizes: dict[str, Any] = {} if context.layout == "registers" else {"n": context.n}
     context.step(
         stage,
         "fetch",
@@ -173,7 +174,7 @@ def _fetch_logits(context: Context, stage: Stage) -> None:
         early=not context.plan.made_in(context.kernel, logits),
         source=context.gate_source(logits),
         elements=lane_fields(context)["elements"],
-        **({} if context.layout == "registers" else {"n": context.n}),
+        **sizes,
     )
 
 
