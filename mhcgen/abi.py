@@ -197,7 +197,8 @@ def abi_words(request: AbiRequest, cubins: tuple[Arch, ...]) -> str:
     if request.name:
         words.append(f"--name {request.name}")
     if cubins:
-        words.append(f"--cubin {','.join(arch.name for arch in cubins)}")
+        ascending = sorted(cubins, key=lambda arch: (arch.number, arch.suffix))
+        words.append(f"--cubin {','.join(arch.name for arch in ascending)}")
     return " ".join(words)
 
 
