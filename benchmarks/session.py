@@ -67,7 +67,9 @@ FULL = Sizes(
 )
 TINY = Sizes(
     512, 768, (1, 3), (70,), (256,), (2,), (1,),
-    SeedTables({"streams": 4, "hidden": 256}, (1, 2), 2, ("unfused", "v1", "v4.auto"), ("v4.auto",), ("v4.auto",)),
+    SeedTables(
+        {"streams": 4, "hidden": 256}, (1, 2), 2, ("unfused", "v1", "v4.auto"), ("v4.auto",), ("v4.auto",), (None,)
+    ),
 )
 
 

@@ -2,15 +2,18 @@
 
 The second is a roofline of the two limits that were measured: a launch of few bytes is bound by the time of an empty
 kernel, one of many by the rate of a copy.
+
+    python -m mhcgen.bench.plot decode.json decode.png
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mhcgen.bench.report import sections, subject
+from mhcgen.bench.report import read, sections, subject
 from mhcgen.errors import EnvironmentFault
 
 #: Beyond so many lines a picture is not read any more; the fastest are drawn.
@@ -78,3 +81,12 @@ def require_plot() -> Any:
             hints=("pip install 'mhcgen[plot]'", "leave --plot out; --json keeps the figures"),
         ) from error
     return pyplot
+
+
+def main(source: str, target: str) -> None:
+    """Draw the figures of a JSON file."""
+    plot(read(Path(source)), Path(target))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3])

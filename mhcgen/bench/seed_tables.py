@@ -32,6 +32,8 @@ ARMS = (
 #: Arms whose cost per iteration is of interest: they differ in where the matrix is.
 ITERATED = ("v1", "v2", "v3.row.512", "v3.element.512", "v3.registers.512", "v4.auto")
 STAMPED = ("v3.element.512", "v4.auto")
+#: Threads of the kernels with and without norm and quant; None chooses.
+BLOCKS: tuple[int | None, ...] = (512, 1024, None)
 SEPARATE = "rowsq+gates+sinkhorn+collapse,norm+quant"
 CONFIG: dict[str, Any] = {"dtype": "fp32", "functions": "ieee", "sumsq": "fp64"}
 
@@ -86,13 +88,13 @@ def early_stop_cases(config: dict[str, Any], arms: Iterable[str]) -> list[Case]:
     ]
 
 
-def norm_quant_cases(config: dict[str, Any]) -> list[Case]:
+def norm_quant_cases(config: dict[str, Any], blocks: Iterable[int | None] = BLOCKS) -> list[Case]:
     """v4 with a separate norm+quant launch, and the two fused."""
     program = build(**{**CONFIG, **config, "norm": True, "quant": "q8"})
     kept = Options(slab="registers")
     return [
         Case("finish+norm+quant", program, replace(kept, fuse=fuse, threads=threads), f"{name}, {threads or 'auto'}")
-        for threads in (512, 1024, None)
+        for threads in blocks
         for name, fuse in (("v4, norm+quant apart", SEPARATE), ("v4z", "pre-norm-quant"))
     ]
 
@@ -168,6 +170,7 @@ class SeedTables:
         tokens: T of the arm tables; the first is that of the others.
         rounds: N, how often each arm is timed.
         arms, iterated, stamped: patterns of arm names.
+        blocks: threads of the kernels with norm and quant.
     """
 
     config: dict[str, Any]
@@ -176,6 +179,7 @@ class SeedTables:
     arms: tuple[str, ...] = ARMS
     iterated: tuple[str, ...] = ITERATED
     stamped: tuple[str, ...] = STAMPED
+    blocks: tuple[int | None, ...] = BLOCKS
 
     def cases(self) -> list[Case]:
         """Every case of every table, to compile them beforehand."""
@@ -183,8 +187,8 @@ class SeedTables:
         stamped = [replace(c, options=replace(c.options, stamps=True)) for c in arms_of(program, self.stamped)]
         many = [case for cases in iteration_cases(self.config, self.iterated).values() for case in cases]
         return [
-            *arms_of(program, self.arms), post, *norm_quant_cases(self.config), projection_case(self.config),
-            *many, *early_stop_cases(self.config, self.iterated), *stamped,
+            *arms_of(program, self.arms), post, *norm_quant_cases(self.config, self.blocks),
+            projection_case(self.config), *many, *early_stop_cases(self.config, self.iterated), *stamped,
         ]
 
     @property
@@ -199,7 +203,7 @@ class SeedTables:
             yield "arms", interleaved(bench, arms_of(program, self.arms), count, self.rounds)
         for count in self.tokens:
             yield "post", interleaved(bench, [self._post()], count, self.rounds)
-            yield "norm_quant", interleaved(bench, norm_quant_cases(self.config), count, self.rounds)
+            yield "norm_quant", interleaved(bench, norm_quant_cases(self.config, self.blocks), count, self.rounds)
             yield "projection", projection(bench, self.config, count, self.rounds)
         yield "iterations", iterations(bench, self.config, first, self.rounds, self.iterated)
         yield "early_stop", interleaved(bench, early_stop_cases(self.config, self.iterated), first, self.rounds)

@@ -1,0 +1,281 @@
+"""What a bench run says: tables, JSON, Markdown, a picture; and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mhcgen import cli
+from mhcgen.bench import facts, plot, report
+from mhcgen.bench.device import Dry
+from mhcgen.bench.run import BenchReport, BenchRequest, bench, name_of
+from mhcgen.build import build
+from mhcgen.errors import EnvironmentFault, InputError, RefusedError, UsageError
+from mhcgen.request import request
+
+Cli = Callable[..., tuple[int, str, str]]
+
+
+def asked(tokens: tuple[int, ...] = (1, 2), **given: Any) -> BenchRequest:
+    own = {name: given.pop(name) for name in list(given) if name in BenchRequest.__dataclass_fields__}
+    config, options = request(**{"hidden": 64, "streams": 2, "iters": 2, "fuse": "pre", **given})
+    return BenchRequest(config, options, tokens, **own)
+
+
+@pytest.fixture(scope="module")
+def made() -> BenchReport:
+    everything = asked(arms="v4.auto,v1", peers="all", phases=True, bandwidth=1, rounds=2, dtype="bf16")
+    return bench(everything, Dry())
+
+
+def test_every_arm_has_a_row_at_every_token_count(made: BenchReport) -> None:
+    rows = made.sections["rows"]
+    assert [(r["note"], r["T"]) for r in rows] == [(n, t) for t in (1, 2) for n in ("unfused", "v1", "v4.auto")]
+    assert all(r["what"] == "finish" and r["differing_bytes"] == 0 and r["method"] == "graph" for r in rows)
+    keys = {"us", "low", "high", "floor_us", "bytes", "GB_s", "runs", "kernels", "sha256"}
+    assert all(set(r) >= keys for r in rows)
+
+
+def test_rivals_without_a_function_are_a_note(made: BenchReport) -> None:
+    assert "liger has no public function for finish" in made.notes
+    assert len(made.notes) == len(set(made.notes))
+    assert {row["peer"] for row in made.sections["peers"]} == {"torch", "torch-compile", "flashinfer"}
+
+
+def test_json_says_where_the_figures_come_from(made: BenchReport) -> None:
+    found = json.loads(made.json())
+    assert found["format"] == facts.FORMAT
+    assert found["dry"] is True
+    assert set(found) >= {"gpu", "driver", "date", "commit", "command", "copy_TB_s", "null_us", "rows", "phases"}
+    assert found["bandwidth"][0]["MiB"] == 1
+
+
+def test_the_table_has_a_column_for_each_token_count(made: BenchReport) -> None:
+    text = made.table()
+    assert "A dry run: nothing here was measured." in text
+    lines = text.splitlines()
+    start = next(i for i, line in enumerate(lines) if line == "rows: n = 2, H = 64, bf16 ieee fp64, graph replay")
+    assert lines[start + 1].split() == ["us", "T", "=", "1", "T", "=", "2"]
+    assert [line.split()[1] for line in lines[start + 2 : start + 5]] == ["unfused", "v1", "v4.auto"]
+    assert lines[start + 5].split() == ["floor", "1.00", "1.00"]
+    assert any(line.startswith("phases: ") for line in lines)
+    assert any("liger has no public function" in line for line in lines)
+
+
+def test_markdown_has_the_same_cells(made: BenchReport) -> None:
+    lines = report.markdown(made.as_dict()).splitlines()
+    assert "| finish v1 | 1.00 (1.00 to 1.00) | 1.00 (1.00 to 1.00) |" in lines
+    assert "| us | T = 1 | T = 2 |" in lines
+    assert lines[lines.index("| us | T = 1 | T = 2 |") + 1] == "| --- | --- | --- |"
+    assert lines[0].startswith("none: dry run, driver none; copy ")
+
+
+def test_bars_in_cells_do_not_break_a_table() -> None:
+    row = {"what": "a|b", "T": 1, "us": 1.0, "floor_us": 0.5, "method": "graph"}
+    assert "| a\\|b | 1.00 |" in report.markdown({"rows": [row]})
+
+
+def test_a_dry_run_is_never_taken_for_figures(made: BenchReport, tmp_path: Path) -> None:
+    path = tmp_path / "dry.json"
+    path.write_text(made.json())
+    with pytest.raises(InputError, match="dry run") as caught:
+        report.read(path)
+    assert caught.value.code == "I-BENCH"
+    path.write_text(json.dumps({**made.as_dict(), "dry": False}))
+    assert report.read(path)["rows"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "other"}', "\xff"])
+def test_other_files_are_no_figures(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "f.json"
+    path.write_text(text)
+    with pytest.raises(InputError) as caught:
+        report.read(path)
+    assert caught.value.code == "I-BENCH"
+    with pytest.raises(InputError):
+        report.read(tmp_path / "absent.json")
+
+
+def test_a_row_with_an_error_is_listed_and_not_tabled() -> None:
+    rows = [
+        {"what": "pre", "note": "a", "T": 1, "n": 4, "error": "E-X: no"},
+        {"what": "pre", "note": "b", "T": 1, "n": 4, "us": 2.0, "floor_us": 1.0},
+    ]
+    text = report.text({"rows": rows})
+    assert "pre a" not in text.split("not measured")[0]
+    assert "rows: pre a, n = 4, T = 1: E-X: no" in text
+
+
+def test_commands_name_no_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["/usr/bin/mhcgen", "bench", "--json", "/home/me/x.json", "--plot=~/a/b.png", "--arms", "group.a/b"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert facts.command() == "mhcgen bench --json x.json --plot=b.png --arms group.a/b"
+
+
+def test_commit_is_known_or_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(*_: object) -> str:
+        raise FileNotFoundError("git")
+
+    monkeypatch.setattr(facts, "_git", absent)
+    assert facts.commit() == "unknown"
+    monkeypatch.setattr(facts, "_git", lambda _, *words: "abc" if words[0] == "rev-parse" else " M file")
+    assert facts.commit() == "abc+"
+    monkeypatch.setattr(facts, "_git", lambda _, *words: "abc" if words[0] == "rev-parse" else "")
+    assert facts.commit() == "abc"
+
+
+# ---- refused before anything is measured --------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("given", "code"),
+    [
+        ({"tokens": (0, 1)}, "U-TOKENS"),
+        ({"tokens": ()}, "U-TOKENS"),
+        ({"rounds": 0}, "U-ROUNDS"),
+        ({"bandwidth": 0}, "U-BANDWIDTH"),
+        ({"bandwidth": 1 << 20}, "U-BANDWIDTH"),
+        ({"peers": "nobody"}, "U-PEER"),
+        ({"arms": "nothing"}, "U-ARM"),
+        ({"scope": "site", "fuse": "none"}, "U-BRANCH"),
+    ],
+)
+def test_requests_that_mean_nothing(given: dict[str, Any], code: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        bench(asked(**given), Dry())
+    assert caught.value.code == code
+
+
+def test_an_illegal_schedule_is_refused() -> None:
+    with pytest.raises(RefusedError):
+        bench(asked(threads=33), Dry())
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ({}, "finish"),
+        ({"projection": "fma"}, "pre"),
+        ({"projection": "fma", "norm": True}, "pre+norm"),
+        ({"norm": True, "quant": "q8"}, "finish+norm+quant"),
+        ({"scope": "boundary", "projection": "fma", "norm": True}, "boundary"),
+        ({"scope": "boundary", "projection": "fma"}, "boundary without norm"),
+        ({"scope": "post"}, "post"),
+        ({"scope": "mean"}, "mean"),
+    ],
+)
+def test_names_of_programs(config: dict[str, Any], name: str) -> None:
+    assert name_of(build(hidden=64, **config)) == name
+
+
+# ---- the verb -----------------------------------------------------------------------------------------------
+@pytest.fixture
+def mhcgen(capsys: pytest.CaptureFixture[str]) -> Cli:
+    def run(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = cli.run([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+@pytest.mark.parametrize("verb", ["bench", "tune"])
+def test_without_a_gpu_there_is_one_clear_error(mhcgen: Cli, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    from mhcgen.backends import cupy_state
+
+    def absent() -> None:
+        raise EnvironmentFault("E-NO-CUPY", "CuPy is not installed.", hints=("pip install it",))
+
+    monkeypatch.setattr(cupy_state, "require_gpu", absent)
+    code, out, err = mhcgen(verb, "--fuse", "pre", "--tokens", 1)
+    assert (code, out) == (4, "")
+    assert err == (
+        "error[E-NO-GPU]: times are taken on a GPU, and none can be used here\n"
+        "  note: E-NO-CUPY: CuPy is not installed.\n  hint: pip install it\n"
+    )
+
+
+@pytest.fixture
+def on_dry(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mhcgen.bench import run
+
+    monkeypatch.setattr(run, "gpu", Dry)
+
+
+SMALL = ("--streams", 2, "--hidden", 64, "--iters", 2, "--fuse", "pre")
+
+
+def test_figures_go_to_a_file_and_to_the_terminal(mhcgen: Cli, on_dry: None, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    words = ("bench", *SMALL, "--tokens", "1", "--rounds", 1, "--json", path)
+    code, out, err = mhcgen(*words)
+    assert (code, err) == (0, "")
+    assert "finish asked" in out and "finish unfused" in out
+    found = json.loads(path.read_text())
+    assert [row["note"] for row in found["rows"]] == ["unfused", "asked"]
+    assert mhcgen(*words)[0] == 0  # its own file is overwritten
+    path.write_text("mine")
+    code, _, err = mhcgen(*words)
+    assert code == 2
+    assert "error[U-OUTPUT]: mhcgen did not make the file that is there" in err
+    assert path.read_text() == "mine"
+    assert mhcgen(*words, "--force")[0] == 0
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_output_is_checked_before_anything_is_measured(mhcgen: Cli, tmp_path: Path, option: str) -> None:
+    assert mhcgen("bench", *SMALL, option, tmp_path / "no" / "x")[2].startswith("error[U-OUTPUT]")
+    assert mhcgen("bench", *SMALL, option, tmp_path)[2].startswith("error[U-OUTPUT]")
+
+
+def test_seed_tables_by_the_verb(on_dry: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mhcgen.bench import run
+
+    class Few:
+        count = 2
+
+        def __init__(self, config: dict[str, Any], rounds: int) -> None:
+            assert config == {"streams": 2, "hidden": 64}
+
+        def run(self, _: object) -> Any:
+            yield "arms", [{"what": "finish", "T": 1, "us": 1.0, "floor_us": 1.0}]
+            yield "arms", [{"what": "finish", "T": 4, "us": 1.0, "floor_us": 1.0}]
+
+    monkeypatch.setattr(run, "SeedTables", Few)
+    made = bench(asked((1,), seed_tables=True), Dry())
+    assert [row["T"] for row in made.sections["seed arms"]] == [1, 4]
+
+
+# ---- the picture --------------------------------------------------------------------------------------------
+def test_without_matplotlib_there_is_one_clear_error(
+    mhcgen: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, out, err = mhcgen("bench", *SMALL, "--plot", tmp_path / "out.png")
+    assert (code, out) == (4, "")
+    assert err.startswith("error[E-NO-PLOT]: matplotlib is not installed")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_curves_are_arms_and_rivals_by_tokens(made: BenchReport) -> None:
+    lines = plot.curves(made.as_dict())
+    assert set(lines) == {"finish unfused", "finish v1", "finish v4.auto"}
+    assert [t for t, _, _ in lines["finish v1"]] == [1, 2]
+
+
+def test_only_the_fastest_curves_are_drawn() -> None:
+    rows = [{"what": "w", "note": str(i), "T": 1, "us": float(i + 1), "bytes": 1} for i in range(30)]
+    lines = plot.curves({"rows": rows})
+    assert list(lines) == [f"w {i}" for i in range(plot.MOST_LINES)]
+
+
+def test_a_picture_is_drawn(made: BenchReport, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "out.png"
+    plot.plot(made.as_dict(), path)
+    assert path.read_bytes()[:4] == b"\x89PNG"
+    assert b"mhcgen" in path.read_bytes()[:512]
