@@ -5,7 +5,7 @@ BIN := .venv/bin
 DEMO := build/demo
 WORKERS ?= 2
 
-.PHONY: demo test lint generated docs setup clean
+.PHONY: demo test lint generated docs docs-site setup clean
 
 # Emits, shows the decisions and a refusal, and runs the differential gate: on a GPU if there is one, else on the CPU.
 demo: setup
@@ -18,6 +18,8 @@ demo: setup
 test: setup lint
 	$(BIN)/mhcgen emit --all --check
 	$(BIN)/mhcgen docs --check
+	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python -m pytest --doctest-modules mhcgen --ignore mhcgen/torch
 	$(BIN)/python -m pytest -n $(WORKERS) generated
 	$(BIN)/python -m pytest -n $(WORKERS)
 
@@ -31,6 +33,10 @@ generated: setup
 
 docs: setup
 	$(BIN)/mhcgen docs --write
+
+# The documents as a site that needs no server: build/site/index.html.
+docs-site: setup
+	$(BIN)/mkdocs build --strict
 
 setup:
 	@./.ci/setup

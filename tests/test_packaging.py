@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
 import tomllib
-import venv
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from mhcgen._version import __version__
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "mhcgen"
@@ -108,17 +110,72 @@ def test_both_archives_hold_every_file(built: Path) -> None:
     assert {"LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml", "cli.py"} <= names
 
 
+PYTHONS = ("3.11", "3.12", "3.13")
+
+
+def interpreter(version: str) -> str | None:
+    """A Python of that version: this one, one of the PATH, or one of pyenv's."""
+    if version == ".".join(map(str, sys.version_info[:2])):
+        return sys.executable
+    pyenv = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser()
+    found = [shutil.which(f"python{version}"), *map(str, sorted(pyenv.glob(f"versions/{version}.*/bin/python")))]
+    for path in filter(None, found):
+        said = subprocess.run([path, "-c", "import sys, venv; print(sys.version_info[:2])"], capture_output=True)
+        if said.returncode == 0 and said.stdout.decode().strip() == str(tuple(map(int, version.split(".")))):
+            return path
+    return None
+
+
 @pytest.mark.slow
-def test_the_wheel_emits_the_same_text_elsewhere(built: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", PYTHONS)
+def test_the_wheel_emits_the_same_text_elsewhere(built: Path, tmp_path: Path, version: str) -> None:
+    base = interpreter(version)
+    if base is None:
+        pytest.skip(f"no Python {version} here")
     (wheel,) = built.glob("*.whl")
-    venv.create(tmp_path / "env", with_pip=True)
+    subprocess.run([base, "-m", "venv", str(tmp_path / "env")], check=True)
     python = tmp_path / "env" / "bin" / "python"
     install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", str(wheel)]
     done = subprocess.run(install, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    (tmp_path / "away").mkdir()
-    here = emission(sys.executable, tmp_path / "away")
-    assert emission(python, tmp_path / "away", PYTHONPATH="") == here
+    away = tmp_path / "away"
+    away.mkdir()
+    here = emission(sys.executable, away)
+    assert emission(python, away, PYTHONPATH="") == here
     script = [str(python.parent / "mhcgen"), "emit", "--streams", "4", "--fuse", "pre", "--out", "out"]
-    assert subprocess.run(script, cwd=tmp_path / "away", capture_output=True).returncode == 0
-    assert (tmp_path / "away" / "out" / "kernel.cu").read_bytes() == here
+    assert subprocess.run(script, cwd=away, capture_output=True).returncode == 0
+    assert (away / "out" / "kernel.cu").read_bytes() == here
+    said = subprocess.run([str(python), "-c", FACTS], cwd=away, capture_output=True, text=True)
+    assert (said.returncode, said.stdout) == (0, f"{version}\n"), said.stderr
+    # What the core dependencies bring must do for all of these.
+    for words in (["list"], ["explain", "--graph", "svg"], ["doctor"], ["docs"]):
+        run = subprocess.run([str(python.parent / "mhcgen"), *words], cwd=away, capture_output=True, text=True)
+        assert run.returncode == 0, (words, run.stdout, run.stderr)
+
+
+#: Version and type information of what is installed, and that no part of it needs what an extra brings.
+FACTS = """
+import importlib.metadata, importlib.resources, sys
+import mhcgen, mhcgen.cli, mhcgen.gate
+assert mhcgen.__version__ == importlib.metadata.version("mhcgen")
+assert importlib.resources.files("mhcgen").joinpath("py.typed").is_file()
+assert not {"torch", "cupy", "pygments", "matplotlib"} & set(sys.modules)
+print("%d.%d" % sys.version_info[:2])
+"""
+
+
+def test_the_version_stands_in_one_place() -> None:
+    data = metadata()
+    assert data["project"]["dynamic"] == ["version"]
+    assert data["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "mhcgen._version.__version__"}
+    places = [
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        if f'"{__version__}"' in path.read_text(encoding="utf-8")
+    ]
+    assert places == ["_version.py"]
+
+
+def test_the_declared_pythons_are_the_tested_ones() -> None:
+    said = [line.rpartition(" ")[2] for line in metadata()["project"]["classifiers"] if "Python :: 3." in line]
+    assert tuple(said) == PYTHONS
