@@ -19,7 +19,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from mhcgen._version import __version__
-from mhcgen.commands import bench, emitting, listing, report, running
+from mhcgen.commands import bench, emitting, faults, listing, report, running
 from mhcgen.commands.output import close_quietly, say
 from mhcgen.errors import (
     EXIT_INTERNAL,
@@ -68,6 +68,7 @@ app.command("list")(listing.list_)
 app.command("emit")(emitting.emit)
 app.command("explain")(emitting.explain)
 app.command("check")(running.check)
+app.command("faults")(faults.faults)
 app.command("run")(running.run)
 app.command("bench")(bench.bench)
 app.command("tune")(bench.tune)

@@ -145,7 +145,8 @@ def root_mean_square(mean_square: Array, eps: float, eps_place: str = "in", coun
         outside: Array = np.sqrt(mean_square) + eps
         return outside
     if eps_place == "clamp":
-        return np.maximum(np.sqrt(mean_square), eps / np.sqrt(count))
+        clamped: Array = np.maximum(np.sqrt(mean_square), eps / np.sqrt(count))
+        return clamped
     if eps_place != "in":
         raise ValueError(f"unknown place of eps {eps_place!r}")
     root: Array = np.sqrt(mean_square + eps)

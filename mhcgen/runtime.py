@@ -130,7 +130,8 @@ class Module:
         return opaque or any(tensor in names for names, _ in self._pointers.values())
 
     def _launch(self, kernel: Kernel, arrays: dict[str, Any], tokens: int, options: dict[str, Any]) -> None:
-        names, fresh = self._pointers[kernel.name]
+        # The gate launches kernels of its own with these arrays: variants of the plan's.
+        names, fresh = self._pointers.get(kernel.name) or _pointers(self.plan, kernel)
         args = [arrays[name] for name in names]
         scalar = self._misaligned(args)
         grid, scalars = geometry(kernel, tokens)

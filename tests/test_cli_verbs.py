@@ -53,7 +53,8 @@ def test_explain_says_what_is_computed_and_why_so(mhcgen: Cli) -> None:
 
 def test_explain_prints_formulas(mhcgen: Cli) -> None:
     out = mhcgen("explain", "--formula")[1]
-    assert "formulas\n  rowsq: mixes_scaled[t,:] = mixes[t,:] / sqrt(mean(x[t]^2) + eps)\n" in out
+    assert "formulas\n  rowsq     mixes_scaled[r] = mixes[r] * 1/sqrt(mean over c,h of x^2 + 1e-06)\n" in out
+    assert "\n  source   DeepSeek-V4 inference code and report\n" in out
 
 
 @pytest.mark.parametrize("name", [name for name, _ in PIPELINE])

@@ -158,10 +158,9 @@ def _member(option: str, value: str | None, allowed: tuple[str, ...]) -> None:
 
 
 def _formulas(asked: Asked) -> str:
-    from mhcgen.stages import KINDS
+    from mhcgen.formulas import formulas
 
-    lines = [f"  {stage.name}: {KINDS[stage.kind].meaning}" for stage in asked.program.stages]
-    return "\n".join(["", "formulas", *lines])
+    return f"\n{formulas(asked.program)}"
 
 
 def _draw(asked: Asked, kind: str, stop_after: str | None) -> None:

@@ -38,12 +38,17 @@ def list_(
 
 
 def _models(_: Asked) -> list[tuple[str, ...]]:
+    from mhcgen.build import MAX_STREAMS
     from mhcgen.models import MODELS
+
+    def legal(streams: tuple[int, ...]) -> str:
+        run = streams == tuple(range(1, len(streams) + 1))
+        return f"n 1 to {streams[-1]}" if run else f"n {', '.join(map(str, streams))}"
 
     return [
         (
-            m.name, f"streams {m.streams}", f"hidden {m.hidden}", f"iters {m.iters}", f"rms_eps {m.rms_eps}",
-            f"hc_eps {m.hc_eps}", f"exit {m.exit}", m.source,
+            m.name, legal(m.legal_streams(MAX_STREAMS)), f"hidden {m.hidden}", f"comb {m.comb}", f"iters {m.iters}",
+            f"rms_eps {m.rms_eps:.3g}", f"hc_eps {m.hc_eps:.3g}", f"exit {m.exit}", m.source,
         )
         for m in MODELS.values()
     ]

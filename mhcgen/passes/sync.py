@@ -47,7 +47,8 @@ def _explain(plan: Plan, kernel: Kernel) -> list[LogEntry]:
     entries: list[LogEntry] = []
     syncs = list(kernel.syncs())
     n = plan.program.dim("n")
-    mixes = (2 + n) * n
+    mixes = dict(plan.program.dims).get("R", (2 + n) * n)
+    count = f"({2 + n}) * {n} = {mixes} mixes" if mixes == (2 + n) * n else f"{mixes} mixes"
     if any(p.layout == "shared" for p in kernel.places):
         rounds = -(-mixes // 32)
         entries.append(
@@ -55,7 +56,7 @@ def _explain(plan: Plan, kernel: Kernel) -> list[LogEntry]:
                 "sync",
                 kernel.name,
                 "one warp covers the mixes",
-                f"({2 + n}) * {n} = {mixes} mixes "
+                f"{count} "
                 + (
                     "fit the 32 lanes of a warp"
                     if rounds == 1
