@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mhcgen.bench.bandwidth import measure_bandwidth
-from mhcgen.bench.cases import CASES, PROJECTED, case
+from mhcgen.bench.cases import CASES, case
 from mhcgen.bench.device import Device, Dry, Gpu
 from mhcgen.bench.facts import facts
 from mhcgen.bench.floor import measure_floor
@@ -31,11 +31,10 @@ from mhcgen.bench.seed_tables import SeedTables, phase_tables
 from mhcgen.ir import Program
 from mhcgen.plan import Options
 
-FAST = {"functions": "fast", "sumsq": "fp32"}
-IEEE = {"functions": "ieee", "sumsq": "fp32"}
-SEED = {"functions": "ieee", "sumsq": "fp64"}
-CLUSTER = {"cluster": 16}
-PREFILL = {"regime": "prefill"}
+FAST: dict[str, Any] = {"functions": "fast", "sumsq": "fp32"}
+IEEE: dict[str, Any] = {"functions": "ieee", "sumsq": "fp32"}
+SEED: dict[str, Any] = {"functions": "ieee", "sumsq": "fp64"}
+PREFILL: dict[str, Any] = {"regime": "prefill"}
 
 
 @dataclass(frozen=True)
@@ -153,16 +152,14 @@ def decode_cases(sizes: Sizes) -> list[tuple[Case, int, dict[str, Any]]]:
             for what in CASES:
                 if what == "post" and arithmetic is not FAST:
                     continue  # post computes the same in every class
-                one = case(what, CLUSTER if what in PROJECTED else {}, dtype="bf16", hidden=hidden, **arithmetic)
+                one = case(what, dtype="bf16", hidden=hidden, **arithmetic)
                 found += [(one, tokens, {}) for tokens in sizes.decode]
     for what in ("finish", "pre", "boundary", "post"):
-        schedule = {**(CLUSTER if what in PROJECTED else {}), "dependent": True}
-        one = case(what, schedule, "dependent", dtype="bf16", hidden=sizes.hidden, **FAST)
+        one = case(what, {"dependent": True}, "dependent", dtype="bf16", hidden=sizes.hidden, **FAST)
         found += [(one, tokens, {}) for tokens in sizes.decode]
     for n in sizes.others:
         for what in ("finish", "pre", "post"):
-            schedule = CLUSTER if what in PROJECTED else {}
-            one = case(what, schedule, dtype="bf16", hidden=sizes.hidden, streams=n, **FAST)
+            one = case(what, dtype="bf16", hidden=sizes.hidden, streams=n, **FAST)
             found += [(one, tokens, {}) for tokens in sizes.decode]
     return found
 
@@ -176,7 +173,8 @@ def prefill_cases(sizes: Sizes) -> list[tuple[Case, int, dict[str, Any]]]:
             case("finish", PREFILL, "prefill", **common),
             case("finish", {}, "decode", **common),
             case("finish+norm+quant", PREFILL, "prefill", **common),
-            case("pre", CLUSTER, "cluster", **common),
+            case("pre", PREFILL, "prefill", **common),
+            case("pre", {**PREFILL, "cluster": 1}, "no cluster", **common),
             case("pre", {"fuse": "project,rowsq+gates+sinkhorn+collapse", **PREFILL}, "2 launches", **common),
         ]
         if arithmetic is FAST:
@@ -193,7 +191,7 @@ def prefill_cases(sizes: Sizes) -> list[tuple[Case, int, dict[str, Any]]]:
 def phase_cases(sizes: Sizes) -> list[Case]:
     """What is looked at from the inside."""
     return [
-        case(what, CLUSTER if what in PROJECTED else {}, dtype="bf16", hidden=sizes.hidden, **arithmetic)
+        case(what, dtype="bf16", hidden=sizes.hidden, **arithmetic)
         for arithmetic in (FAST, IEEE)
         for what in ("finish", "finish+norm+quant", "pre", "boundary")
     ]
@@ -202,8 +200,8 @@ def phase_cases(sizes: Sizes) -> list[Case]:
 def peer_cases(sizes: Sizes) -> list[tuple[Case, int]]:
     """What rivals are measured on, ours beside them."""
     common: dict[str, Any] = {"dtype": "bf16", "hidden": sizes.hidden, **FAST}
-    few = [case(what, CLUSTER if what in PROJECTED else {}, **common) for what in ("finish", "pre", "post")]
-    many = [case(one.what, {**CLUSTER, **PREFILL} if one.what in PROJECTED else PREFILL, **common) for one in few]
+    few = [case(what, **common) for what in ("finish", "pre", "post")]
+    many = [case(one.what, PREFILL, **common) for one in few]
     return [
         *((one, tokens) for tokens in sizes.decode for one in few),
         *((one, tokens) for tokens in sizes.prefill for one in many),
@@ -219,7 +217,7 @@ def decode(session: Session) -> None:
     session.bench = Bench(session.device, session.bench.floor, cold=True)
     common: dict[str, Any] = {"dtype": "bf16", "hidden": session.sizes.hidden, **FAST}
     for what in ("finish", "pre", "boundary"):
-        one = case(what, CLUSTER if what in PROJECTED else {}, "cold", **common)
+        one = case(what, note="cold", **common)
         session.rows([(one, session.sizes.decode[0], {})])
 
 

@@ -18,9 +18,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "post": ({"scope": "post"}, {"fuse": "none"}),
 }
 
-#: Cases with a projection, where a cluster may spread fn over several SMs.
-PROJECTED = ("pre", "pre+norm+quant", "boundary")
-
 
 def case(what: str, schedule: dict[str, Any] | None = None, note: str = "", **config: Any) -> Case:
     """A case by name.
