@@ -30,7 +30,7 @@ def differing(a: Arrays, b: Arrays) -> int:
     count = 0
     for name, one in a.items():
         two = b[name]
-        same = bytes_of(one).reshape(one.shape + (-1,)) == bytes_of(two).reshape(two.shape + (-1,))
+        same = bytes_of(one).reshape((*one.shape, -1)) == bytes_of(two).reshape((*two.shape, -1))
         if one.dtype.kind == "f" or one.dtype.name == "bfloat16":
             same |= (np.isnan(one.astype(np.float32)) & np.isnan(two.astype(np.float32)))[..., None]
         count += int((~same).sum())

@@ -97,7 +97,12 @@ def nothing_of_a_predecessor_is_read_before_the_wait(plan: Plan) -> Iterator[str
 
 RULES: dict[str, tuple[Rule, ...]] = {
     "fuse": (every_stage_has_one_kernel, kernel_names_are_unique),
-    "place": (every_touched_tensor_has_a_place, threads_own_every_column, buffers_are_declared, nothing_of_a_predecessor_is_read_before_the_wait),
+    "place": (
+        every_touched_tensor_has_a_place,
+        threads_own_every_column,
+        buffers_are_declared,
+        nothing_of_a_predecessor_is_read_before_the_wait,
+    ),
     "sync": (no_hazard_is_bare, every_barrier_has_a_reason),
     "stamp": (),
     "launch": (),

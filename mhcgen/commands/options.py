@@ -153,7 +153,10 @@ SHARED: tuple[inspect.Parameter, ...] = (
         "functions", str, "--class", _choice(FUNCTION_SETS),
         "Correctly rounded functions, or hardware approximations.",
     ),
-    _shared("sumsq", str, "--sumsq", _choice(ACCUMULATORS), "Accumulator of the sum of squares. Default fp64, fp32 for --class fast."),
+    _shared(
+        "sumsq", str, "--sumsq", _choice(ACCUMULATORS),
+        "Accumulator of the sum of squares. Default fp64, fp32 for --class fast.",
+    ),
     _shared(
         "projection", str, "--projection", _choice(PROJECTIONS),
         "Mixes are given as an input, or projected from the streams.",

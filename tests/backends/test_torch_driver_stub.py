@@ -9,11 +9,11 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'mhcgen[torch]'")
 
-from cuda_fakes import StubDriver, build_driver  # noqa: E402
+from cuda_fakes import StubDriver, build_driver
 
-from mhcgen.backends.signature import KernelSignature, Param  # noqa: E402
-from mhcgen.errors import LaunchError  # noqa: E402
-from mhcgen.torch.launch import Launcher  # noqa: E402
+from mhcgen.backends.signature import KernelSignature, Param
+from mhcgen.errors import LaunchError
+from mhcgen.torch.launch import Launcher
 
 #: The stub keeps seven arguments of a kernel of this name.
 SIGNATURE = KernelSignature(
