@@ -85,8 +85,9 @@ def formulas(program: Program) -> str:
     Example:
         >>> from mhcgen.build import build
         >>> from mhcgen.formulas import formulas
-        >>> print(formulas(build("kromhc", streams=2, hidden=8)).splitlines()[3])
-          comb      p_i = softmax(logits[2i], logits[2i + 1])[0] for i < k = log2 n
+        >>> lines = formulas(build("kromhc", streams=2, hidden=8)).splitlines()
+        >>> print(next(line.strip() for line in lines if line.startswith("  comb")))
+        comb      p_i = softmax(logits[2i], logits[2i + 1])[0] for i < k = log2 n
     """
     rows: list[tuple[str, str]] = []
     for stage in program.stages:
