@@ -14,10 +14,11 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from mhcgen.gate import checks
 from mhcgen.gate.checks import RACES, Outcomes, Verdict
-from mhcgen.gate.execute import POISONS, Array, Arrays, HostMachine, execute, load
+from mhcgen.gate.execute import POISONS, QUICK, Array, Arrays, HostMachine, execute, load
 from mhcgen.gate.jobs import Job
 from mhcgen.gate.report import RedRow
 from mhcgen.hazards import STRENGTH, scope_between
@@ -25,9 +26,10 @@ from mhcgen.inputs import make_inputs
 from mhcgen.ir import Program
 from mhcgen.lower import signature, tensors_of
 from mhcgen.passes import run_pipeline
+from mhcgen.passes.stamp import stamp_count
 from mhcgen.passes.sync import sync as choose_barriers
 from mhcgen.plan import Kernel, Options, Plan, Sync, edit_sync, walk
-from mhcgen.runtime import HostRunner, Module
+from mhcgen.runtime import HostRunner, geometry
 from mhcgen.steps.context import identifier
 from mhcgen.verify_plan import verify_plan
 
@@ -112,7 +114,7 @@ def _become(to: Sync | None, _: Sync) -> Sync | None:
 def values_for(program: Program, seed: int) -> Arrays:
     """Every tensor of a Program after a clean unfused run, so that any kernel can be launched alone."""
     inputs = make_inputs(program, TOKENS, seed)
-    clean = execute(load(HostMachine(), run_pipeline(program, Options()), race=False), inputs)
+    clean = execute(load(HostMachine(), run_pipeline(program, Options()), race=False, opt=QUICK), inputs)
     return {**inputs, **clean.values, **clean.results}
 
 
@@ -133,29 +135,30 @@ def try_mutants(
         return []
     started = time.perf_counter()
     mutated = replace(plan, kernels=tuple(mutant.kernel for mutant in found))
-    runner = HostRunner(mutated, race=True)
+    runner = HostRunner(mutated, race=True, opt=QUICK)
     runner.module()
-    # The arm's own module, with the mutants behind it, launches one kernel as it launches any.
-    module = Module(plan, runner)
     compiling = (time.perf_counter() - started) / len(found)
-    return [_try(arm, plan, mutant, module, values, compiling) for mutant in found]
+    return [_try(arm, plan, mutant, runner, values, compiling) for mutant in found]
 
 
 def _try(
-    arm: str, plan: Plan, mutant: Mutant, module: Module, values: Mapping[str, Array], compiling: float
+    arm: str, plan: Plan, mutant: Mutant, runner: HostRunner, values: Mapping[str, Array], compiling: float
 ) -> RedRow:
     started = time.perf_counter()
-    arena = HostMachine().arena()
-    arrays: dict[str, object] = {}
-    for parameter, name in zip(signature(plan, mutant.kernel).params, tensors_of(plan, mutant.kernel), strict=False):
+    kernel, arena = mutant.kernel, HostMachine().arena()
+    parameters = signature(plan, kernel).params
+    args: list[Any] = []
+    for parameter, name in zip(parameters, tensors_of(plan, kernel), strict=False):
         if parameter.writable:
             tensor = plan.program.tensor(name)
-            arrays[name] = arena.filled(plan.program.shape(name, TOKENS), tensor.dtype, POISONS[0], 0)
+            args.append(arena.filled(plan.program.shape(name, TOKENS), tensor.dtype, POISONS[0], 0))
         else:
-            arrays[name] = arena.put(values[name], 0)
-    module.counts[mutant.kernel.name] = 0
-    module._launch(mutant.kernel, arrays, TOKENS, {})
-    report = module.launches[-1].report
+            args.append(arena.put(values[name], 0))
+    if kernel.phases:
+        args.append(arena.filled((TOKENS, stamp_count(kernel), 2), "int64", POISONS[0], 0))
+    grid, scalars = geometry(kernel, TOKENS)
+    fresh = tuple(parameter.name for parameter in parameters if parameter.writable)
+    report = runner.launch(kernel, False, grid, [*args, *scalars], fresh)
     hits = [f for f in report.findings if f.kind in RACES and f.buffer in mutant.buffers]
     others = sorted({f"{f.kind} on {f.buffer}" for f in report.findings})
     because = "; ".join(str(hazard) for hazard in mutant.sync.because)
@@ -172,11 +175,13 @@ def _try(
 
 # ---- over-strong barriers ---------------------------------------------------------------------------
 def weakened_plan(plan: Plan) -> Plan | None:
-    """The same steps with the barriers that the sync pass chooses on its own; None if the plan has those.
+    """The same steps with the barriers that the sync pass chooses itself; None where the user asked for no others.
 
     Lowering each barrier by its own hazards alone would be wrong: what several block barriers cover is named by
     none of them.
     """
+    if plan.options.sync != "block":
+        return None
     bare = []
     for kernel in plan.kernels:
         body = kernel.body
