@@ -9,10 +9,11 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'mhcgen[torch]'")
 
+from torch_cases import CASES, IDS, SMALL, as_tuple, inputs, no_compiler  # noqa: E402
+
 import mhcgen.torch as mhc  # noqa: E402
 from mhcgen.torch import OPERATIONS, Setup  # noqa: E402
 from mhcgen.torch.ops import INTEGRAL  # noqa: E402
-from torch_cases import CASES, IDS, SMALL, as_tuple, inputs, no_compiler  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -8,11 +8,12 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'mhcgen[torch]'")
 
+from torch_cases import CASES, IDS, SMALL, as_tuple, inputs, no_compiler  # noqa: E402
+
 import mhcgen.torch as mhc  # noqa: E402
 from mhcgen.errors import UsageError  # noqa: E402
 from mhcgen.torch import OPERATIONS, Setup, operator  # noqa: E402
 from mhcgen.torch.ops import INTEGRAL  # noqa: E402
-from torch_cases import CASES, IDS, SMALL, as_tuple, inputs, no_compiler  # noqa: E402
 
 TINY = Setup("deepseek-v4", streams=3, hidden=4, iters=3)
 

@@ -14,13 +14,14 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'mhcgen[torch]'")
 
+from torch_cases import CASES, IDS, SMALL, as_tuple, call, inputs, no_compiler  # noqa: E402
+
 import mhcgen.torch as mhc  # noqa: E402
 from mhcgen.errors import InputError, InputTypeError  # noqa: E402
 from mhcgen.plan import Plan  # noqa: E402
 from mhcgen.runners import HostRunner  # noqa: E402
 from mhcgen.torch import OPERATIONS, Setup, launch  # noqa: E402
 from mhcgen.torch.cpu import as_numpy  # noqa: E402
-from torch_cases import CASES, IDS, SMALL, as_tuple, call, inputs, no_compiler  # noqa: E402
 
 STREAM = 0x77
 #: Where a CPU tensor says it is.
@@ -41,7 +42,7 @@ class Recorder:
             self.world.arrays[value] if param.ctype.endswith("*") else value
             for param, value in zip(self.signature.params, values, strict=True)
         ]
-        grid, block, shared, cluster, dependent = shape
+        grid, block, _, cluster, _ = shape
         options = {} if cluster is None else {"cluster": cluster}
         report = self.runner.module(self.scalar).launch(self.name, grid, block, arguments, **options)
         report.raise_if_found()
