@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from mhcgen.arithmetic import Arithmetic
 from mhcgen.chain import Builder, between, branch, head_chain, post, pre_chain, tail_results
 from mhcgen.errors import UsageError
@@ -95,7 +97,7 @@ def configure(model: str = "deepseek-v4", **given: object) -> Config:
         defaults["projection"] = "fma"
     if given.get("functions") == "fast":
         defaults["sumsq"] = "fp32"
-    chosen = {key: value for key, value in given.items() if value is not None}
+    chosen = {key: _plain(value) for key, value in given.items() if value is not None}
     unknown = sorted(set(chosen) - set(Config.__dataclass_fields__))
     if unknown:
         raise UsageError(
@@ -107,6 +109,15 @@ def configure(model: str = "deepseek-v4", **given: object) -> Config:
         )
     config = Config(model=model, **{**defaults, **chosen})  # type: ignore[arg-type]
     return check_config(config, spec)
+
+
+def _plain(value: object) -> object:
+    """numpy's scalars and 0-d arrays as Python's numbers; a narrow float as the shortest decimal that names it."""
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        value = value[()]
+    if isinstance(value, np.floating):
+        return float(str(value))
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def check_config(config: Config, spec: Model) -> Config:
