@@ -17,7 +17,7 @@ from mhcgen import cli
 from mhcgen.errors import InternalError, LaunchError
 from mhcgen.folder import FILES
 
-VERBS = ("list", "emit", "explain", "check", "run", "doctor", "cache", "docs")
+VERBS = ("list", "emit", "explain", "check", "run", "report", "doctor", "cache", "docs")
 Cli = Callable[..., tuple[int, str, str]]
 
 

@@ -20,7 +20,7 @@ from mhcgen.errors import InputError
 from mhcgen.log import Refusal, Witness
 from mhcgen.passes import run_pipeline
 from mhcgen.plan import Options
-from mhcgen.report import Contents, Resources, page
+from mhcgen.report import Contents, Resources, page, resources_of
 from mhcgen.report.contents import timings_of
 from mhcgen.report.resources import HEAD
 
@@ -163,6 +163,27 @@ def test_the_verb_runs_the_gate(tmp_path: Path, mhcgen: Cli) -> None:
     assert mhcgen("report", "--hidden", 64, "--fuse", "pre", "--check", "--tokens", 1, "--out", out)[0] == 0
     text = out.read_text()
     assert "2 arms, all equal and clean, on host" in text and 'class="good">ok' in text
+
+
+def test_the_table_of_resources_can_be_chosen(tmp_path: Path, mhcgen: Cli) -> None:
+    out = tmp_path / "r.html"
+    words = ("report", "--hidden", 64, "--fuse", "pre", "--out", out)
+    assert mhcgen(*words, "--archs", "none")[0] == 0
+    assert "Not asked for." in out.read_text()
+    assert mhcgen(*words, "--archs", "sm_90,sixty")[0] == 2
+
+
+@pytest.mark.nvrtc
+def test_resources_are_those_of_the_compiler() -> None:
+    found = resources_of(build(hidden=64), Options(fuse="pre"), ("sm_90", "sm_100"))
+    assert [row[0] for row in found.rows] == ["sm_90", "sm_100"] and found.compiler and not found.notes
+    assert all(len(row) == len(HEAD) and row[1].startswith("mhc_") and int(row[3]) > 8 for row in found.rows)
+
+
+def test_without_nvrtc_a_note_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MHCGEN_NVRTC", "/nowhere/libnvrtc.so")
+    found = resources_of(build(hidden=64), Options(fuse="pre"))
+    assert not found.rows and "MHCGEN_NVRTC" in found.notes[0]
 
 
 def test_a_refusal_gets_a_page_and_its_exit_code(tmp_path: Path, mhcgen: Cli) -> None:

@@ -29,6 +29,10 @@ def report(
         str | None,
         typer.Option("--why-not", metavar="NAME|GROUPS", help="Also show what another --fuse is refused for."),
     ] = None,
+    archs: Annotated[
+        str | None,
+        typer.Option("--archs", metavar="sm_XX,...|none", help="Of the resources. Default one a generation."),
+    ] = None,
     force: Force = False,
 ) -> None:
     """Write one self-contained HTML page: graph, decisions, refusals, source, resources, gate and timings.
@@ -40,6 +44,7 @@ def report(
     from mhcgen.report import Contents, page, require_highlighter, resources_of
 
     counts = token_counts(tokens)
+    targets = _archs(archs)
     check_output("--out", out, force)
     require_highlighter()
     figures = None if bench is None else read(bench)
@@ -52,7 +57,7 @@ def report(
     refusals, answers = _asked_about(asked, why_not)
     contents = Contents(
         asked.program, plan, (*plan.refusals, *refusals), answers,
-        resources_of(asked.program, asked.options), bench=figures,
+        None if targets == () else resources_of(asked.program, asked.options, targets), bench=figures,
     )
     if check:
         from mhcgen.gate import Request, run
@@ -63,6 +68,15 @@ def report(
     say(str(out))
     if contents.gate is not None and not contents.gate.ok:
         raise CheckFailed("C-GATE", "a check of the gate failed", where=str(out), hints=("the page says which",))
+
+
+def _archs(text: str | None) -> tuple[str, ...] | None:
+    """Names of architectures, none of them for `none`, and None where nothing was said."""
+    from mhcgen.backends.archs import parse_arch
+
+    if text is None:
+        return None
+    return () if text == "none" else tuple(parse_arch(name.strip()).name for name in text.split(","))
 
 
 def _refusal(error: RefusedError) -> tuple[Refusal, ...]:

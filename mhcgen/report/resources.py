@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from mhcgen.errors import CompileError, EnvironmentFault, MhcgenError, RefusedError
+from mhcgen.errors import EnvironmentFault, MhcgenError
 from mhcgen.ir import Program
 from mhcgen.passes import run_pipeline
 from mhcgen.plan import Options
@@ -36,8 +36,14 @@ HEAD = (
 )
 
 
-def resources_of(program: Program, options: Options, archs: Iterable[str] = ARCHS) -> Resources:
-    """Plan and compile for each architecture; the schedule is chosen for each, as `emit --arch` would."""
+def resources_of(program: Program, options: Options, archs: Iterable[str] | None = None) -> Resources:
+    """Plan and compile for each architecture; the schedule is chosen for each, as `emit --arch` would.
+
+    Args:
+        program: what is computed.
+        options: the schedule as asked for.
+        archs: targets; None for that of the options and `ARCHS`.
+    """
     from mhcgen.backends import nvrtc
 
     try:
@@ -46,11 +52,11 @@ def resources_of(program: Program, options: Options, archs: Iterable[str] = ARCH
         return Resources("", (), (f"{fault.message.rstrip('.')}: {'; '.join(fault.hints)}",))
     rows: list[tuple[str, ...]] = []
     notes: list[str] = []
-    for arch in dict.fromkeys((options.arch, *archs)):
+    for arch in dict.fromkeys((options.arch, *ARCHS) if archs is None else archs):
         try:
             plan = run_pipeline(program, replace(options, arch=arch))
             compiled = nvrtc.compile(plan.source, arch)
-        except (RefusedError, CompileError, EnvironmentFault) as error:
+        except MhcgenError as error:  # refused there, too old for this NVRTC, ...: the other rows stand
             notes.append(_why(arch, error))
             continue
         notes += compiled.notes
