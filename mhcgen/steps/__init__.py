@@ -20,6 +20,7 @@ EXPANDERS: dict[str, Expand] = {
     "project": column.project,
     "rowsq": mix.rowsq,
     "gates": mix.gates,
+    "static_gates": mix.static_gates,
     "head_gates": mix.head_gates,
     "sinkhorn": sinkhorn.sinkhorn,
     "comb": sinkhorn.sinkhorn,
@@ -80,7 +81,7 @@ def expand_kernel(plan: Plan, kernel: Kernel) -> Kernel:
 
 
 def _dependent(context: Context) -> list[Node]:
-    """Early steps with the two halves of dependent launch: parameters, the wait, then what a predecessor may write."""
+    """Early steps with the two halves of dependent launch: parameters, the wait, then what others wrote."""
     stage = context.plan.kernel_stages(context.kernel)[0]
     constant = [node for node in context.early if isinstance(node, Step) and node.constant]
     given = [node for node in context.early if node not in constant]
