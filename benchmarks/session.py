@@ -35,6 +35,8 @@ FAST: dict[str, Any] = {"functions": "fast", "sumsq": "fp32"}
 IEEE: dict[str, Any] = {"functions": "ieee", "sumsq": "fp32"}
 SEED: dict[str, Any] = {"functions": "ieee", "sumsq": "fp64"}
 PREFILL: dict[str, Any] = {"regime": "prefill"}
+#: Seconds without a new figure after which a section is stopped: the compiler of a rival may take most of them.
+PATIENCE = 75.0
 
 
 @dataclass(frozen=True)
@@ -308,12 +310,22 @@ def run_section(name: str, out: Path, dry: bool, seconds: float) -> None:
 def child(name: str, given: argparse.Namespace, seconds: float) -> str:
     """One section in a process of its own, so that a fault or a hang ends no other; returns what failed."""
     words = [sys.executable, __file__, str(given.out), "--section", name, "--seconds", f"{seconds:.0f}"]
-    try:
-        # Past its own deadline a section may finish one figure; longer than that, it hangs.
-        code = subprocess.run([*words, *(["--dry"] if given.dry else [])], timeout=seconds + 20).returncode
-    except subprocess.TimeoutExpired:
-        return f"{name}: hangs, stopped"
-    return f"{name}: exit code {code}" if code else ""
+    path = given.out / f"{name}.json"
+    path.unlink(missing_ok=True)
+    process = subprocess.Popen([*words, *(["--dry"] if given.dry else [])])
+    started = time.time()
+    while True:
+        try:
+            code = process.wait(timeout=1.0)
+            return f"{name}: exit code {code}" if code else ""
+        except subprocess.TimeoutExpired:
+            heard = max(started, path.stat().st_mtime if path.exists() else 0.0)
+            # Past its own deadline a section may finish one figure; silent for longer than any takes, it hangs.
+            silent = time.time() - heard > (10 * PATIENCE if given.dry else PATIENCE)
+            if silent or time.time() > started + seconds + 30:
+                process.kill()
+                process.wait()
+                return f"{name}: hangs, stopped"
 
 
 def summary(out: Path, names: list[str]) -> list[str]:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -80,12 +81,16 @@ def test_a_section_that_fails_says_so_and_keeps_what_it_had(
 def test_a_section_that_hangs_is_stopped(
     tmp_path: Path, session: types.ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def hang(*_: Any, timeout: float, **__: Any) -> Any:
-        raise subprocess.TimeoutExpired("session", timeout)
+    def hang(_: Any) -> Any:
+        return real([sys.executable, "-c", "import time; time.sleep(60)"])
 
-    monkeypatch.setattr(session.subprocess, "run", hang)
-    given = types.SimpleNamespace(out=tmp_path, dry=True)
-    assert session.child("decode", given, 1.0) == "decode: hangs, stopped"
+    real = session.subprocess.Popen
+    monkeypatch.setattr(session.subprocess, "Popen", hang)
+    monkeypatch.setattr(session, "PATIENCE", 0.5)
+    begun = time.monotonic()
+    given = types.SimpleNamespace(out=tmp_path, dry=False)
+    assert session.child("decode", given, 100.0) == "decode: hangs, stopped"
+    assert time.monotonic() - begun < 20
 
 
 def test_unknown_sections_are_an_error(tmp_path: Path) -> None:
