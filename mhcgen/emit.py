@@ -132,18 +132,14 @@ def _count(kernel: EmitKernel, text: str) -> None:
 
 
 _NAME = re.compile(r"\bmhc_\w+")
-#: Where a kernel's text names it: in comments, and on the line that opens its parameters.
-_OWN_NAME = re.compile(r"//[^\n]*|^mhc_\w+\($", re.MULTILINE)
 
 
-def _link(texts: list[str], available: tuple[Function, ...]) -> list[str]:
-    """Texts of the functions that the kernels use, and those they use, each once, in catalogue order.
-
-    A kernel may have the name of a function (`mhc_mean`, of a stage `mean`): C++ tells them apart by parameters.
-    """
+def _link(texts: list[str], available: tuple[Function, ...], kernels: set[str]) -> list[str]:
+    """Texts of the functions that the kernels use, and those they use, each once, in catalogue order."""
     by_name = {function.name: function for function in available}
     rendered: dict[str, str] = {}
-    todo = sorted({name for text in texts for name in _NAME.findall(_OWN_NAME.sub("", text))})
+    wanted = {name for text in texts for name in _NAME.findall(text)} - kernels
+    todo = sorted(wanted)
     while todo:
         name = todo.pop()
         if name in rendered or name.startswith("mhc_host_"):
@@ -169,10 +165,11 @@ def emit(plan: EmitPlan) -> str:
         TemplateError: a template and the plan disagree (a bug of ours).
     """
     kernels = [_kernel(kernel) for kernel in plan.kernels]
+    names = {kernel.name for kernel in plan.kernels}
     fields = {
         "header": plan.header,
         "includes": plan.includes,
-        "functions": _link(kernels, plan.functions),
+        "functions": _link(kernels, plan.functions, names),
         "kernels": kernels,
     }
     return render("module.cu.j2", fields).rstrip("\n") + "\n"

@@ -18,6 +18,7 @@ from dataclasses import replace
 import networkx as nx
 
 from mhcgen.errors import RefusedError
+from mhcgen.functions import functions
 from mhcgen.ir import Program
 from mhcgen.log import Decision, Witness
 from mhcgen.passes.refuse import refuse
@@ -78,7 +79,12 @@ def fuse(plan: Plan) -> Plan:
             )
         else:
             log.append(Decision("fuse", group[0], "a kernel of its own", "no group names it with others"))
-    kernels = tuple(Kernel(_kernel_name(group), group) for group in ordered)
+    # A text of several kernels may call the function `mhc_mean`, so there the stage `mean` is no kernel of that name.
+    taken = {function.name for function in functions(program, 1, True)} if len(ordered) > 1 else set()
+    names = [_kernel_name(group) for group in ordered]
+    kernels = tuple(
+        Kernel(f"{name}_kernel" if name in taken else name, group) for name, group in zip(names, ordered, strict=True)
+    )
     return replace(plan, kernels=kernels, log=tuple(log))
 
 
