@@ -18,7 +18,7 @@ PAIRS = [(1e-6, 1e-6), (1e-6, 1e-2), (1e-2, 1e-6), (1e-3, 1e-2)]
 def made(rms_eps: float, hc_eps: float) -> Program:
     """A chain whose rescaled mixes are a result too."""
     stages = chain(rowsq={"eps": rms_eps}, gates={"pre_eps": hc_eps}, sinkhorn={"eps": hc_eps, "iters": 1})
-    return program(*stages, n=4, hidden=16, results=("mixes_scaled",))
+    return program(*stages, n=4, hidden=16, results=("mixes_scaled", "pre"))
 
 
 def run(program_: Program, x: float, mix: float, fuse: str = "pre") -> dict[str, Any]:
