@@ -203,13 +203,14 @@ class Ran(NamedTuple):
     why: str
 
 
-_last = threading.local()
+#: `ran` of it is what this thread ran last.
+LAST = threading.local()
 _seen: set[tuple[str, ...]] = set()
 
 
 def note(operation: str, path: str, why: str) -> None:
     """Remember where an operation ran; the first time on each path is logged."""
-    _last.ran = (operation, path, why)
+    LAST.ran = (operation, path, why)
     if (operation, path) not in _seen:
         _seen.add((operation, path))
         LOGGER.info("mhcgen::%s runs on path %s: %s", operation, path, why)
@@ -217,5 +218,5 @@ def note(operation: str, path: str, why: str) -> None:
 
 def last_path() -> Ran | None:
     """Where the last operation of this thread ran, None before the first; backward passes do not count."""
-    found = getattr(_last, "ran", None)
+    found = getattr(LAST, "ran", None)
     return None if found is None else Ran(*found)

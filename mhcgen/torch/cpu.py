@@ -44,6 +44,8 @@ class Choice:
 
 
 _choice = Choice()
+#: Whether the choice is plain torch, for a look that costs nothing.
+torch_asked_for = False
 
 
 def choice() -> Choice:
@@ -57,7 +59,7 @@ def set_path(path: str = "auto", host_limit: int = HOST_LIMIT) -> Choice:
     Raises:
         UsageError: `U-PATH`.
     """
-    global _choice
+    global _choice, torch_asked_for
     if path not in PATHS or host_limit < 0:
         raise UsageError(
             "U-PATH",
@@ -65,6 +67,7 @@ def set_path(path: str = "auto", host_limit: int = HOST_LIMIT) -> Choice:
             where="path",
         )
     before, _choice = _choice, Choice(path, host_limit)
+    torch_asked_for = path == "torch"
     return before
 
 

@@ -91,23 +91,22 @@ _OPERATORS = {name: operator(name) for name in OPERATIONS}
 _OUT_OPERATORS = {name: operator(name, out=True) for name in OPERATIONS}
 # Nothing to record means nothing for torch's autograd layer to do, which in Python costs more than the launch.
 _below_autograd = getattr(torch._C, "_AutoDispatchBelowAutograd", None)
+_any_requires_grad = getattr(torch._C, "_any_requires_grad", lambda *tensors: True)
 
 
 def _call(name: str, tensors: tuple[Tensor | None, ...], setup: Setup) -> Any:
     operation = _OPERATORS[name]
     if torch.compiler.is_compiling():
         return operation(*tensors, setup.text)
-    recorded = torch.is_grad_enabled()
-    records = False
-    for tensor in tensors:
-        if tensor is not None:
-            if not isinstance(tensor, Tensor):
-                raise _not_a_tensor(name, tensors)
-            records = records or (recorded and tensor.requires_grad)
-    if records or _below_autograd is None:
-        return operation(*tensors, setup.text)
-    with _below_autograd():
-        return operation(*tensors, setup.text)
+    try:
+        if _below_autograd is None or (torch.is_grad_enabled() and _any_requires_grad(*tensors)):
+            return operation(*tensors, setup.text)
+        with _below_autograd():
+            return operation(*tensors, setup.text)
+    except (RuntimeError, TypeError) as error:
+        if all(tensor is None or isinstance(tensor, Tensor) for tensor in tensors):
+            raise
+        raise _not_a_tensor(name, tensors) from error
 
 
 def _call_out(name: str, tensors: tuple[Tensor | None, ...], setup: Setup, out: tuple[Tensor, ...]) -> None:

@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,23 +57,22 @@ def raw_stream(device: int) -> int:
 _stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", raw_stream)
 
 
-def _allocator(device: int) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
-    """An allocation by torch's caching allocator, of sizes, strides and dtype."""
+Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
 
-    def plain(sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+
+def _allocators(device: int) -> tuple[Allocate, Allocate]:
+    """Allocations of sizes, strides and dtype by torch's caching allocator: wherever, and on the current device."""
+    where = torch.device("cuda", device)
+
+    def anywhere(sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty_strided(sizes, strides, dtype=dtype, device=where)
 
-    where = torch.device("cuda", device)
     # What compiled torch code allocates with: a third of the time, but only on the current device.
-    quick = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
-    current = getattr(torch._C, "_cuda_getDevice", None)
-    if quick is None or current is None:
-        return plain
+    return anywhere, getattr(torch._C._dynamo.guards, "_empty_strided_cuda", anywhere)
 
-    def allocate(sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return quick(sizes, strides, dtype) if current() == device else plain(sizes, strides, dtype)
 
-    return allocate
+# None where this torch has no such function; then nothing is known to be on the current device.
+_current: Callable[[], int | None] = getattr(torch._C, "_cuda_getDevice", lambda: None)
 
 
 class Launcher:
@@ -174,7 +174,10 @@ class _Sized:
 
     def __init__(self, prepared: Prepared, tokens: int) -> None:
         call = prepared.call
-        self.inputs = tuple((spec.dtype, torch.Size(spec.shape(tokens))) for spec in call.inputs)
+        self.inputs = tuple(
+            (index, spec.dtype, torch.Size(spec.shape(tokens)))
+            for index, spec in zip(prepared.given, call.inputs, strict=True)
+        )
         made = []
         for spec in (*call.outputs, *prepared.scratch):
             sizes = spec.shape(tokens)
@@ -196,6 +199,8 @@ class Prepared:
         device: number of the device.
 
     Attributes:
+        given: which inputs of the schema are given.
+        ran: what `mhcgen.torch.last_path` says of it.
         plan: the Plan for the device's architecture.
         scratch: what a call allocates beside its results.
         order: kernels and their numbers in the order they are launched.
@@ -205,21 +210,25 @@ class Prepared:
     def __init__(self, call: Call, device: int) -> None:
         self.call = call
         self.device = device
+        self.ran = (call.operation.name, "cuda", "CUDA tensors")
+        names = {spec.name for spec in call.inputs}
+        self.given = tuple(index for index, name in enumerate(call.operation.names) if name in names)
         self.plan = compile(call.program, call.fuse, arch=arch_of(device), **call.setup.schedule)
         reached = {name for kernel in self.plan.kernels for name in tensors_of(self.plan, kernel)}
         known = {spec.name for spec in (*call.inputs, *call.outputs)}
         values = [t.name for t in call.program.of_role("value", "result")]
         self.scratch = tuple(call.spec(name) for name in values if name in reached - known)
-        names = [spec.name for spec in (*call.inputs, *call.outputs, *self.scratch)]
+        order = [spec.name for spec in (*call.inputs, *call.outputs, *self.scratch)]
         ordered = [unit for unit in launch_order(self.plan) if isinstance(unit, Kernel)]
         self.order = tuple((self.plan.kernels.index(kernel), kernel) for kernel in ordered)
         self.slots = tuple(
-            tuple(names.index(name) for name in tensors_of(self.plan, kernel)) for kernel in self.plan.kernels
+            tuple(order.index(name) for name in tensors_of(self.plan, kernel)) for kernel in self.plan.kernels
         )
         for kernel in self.plan.kernels:
             tail = [param.name for param in signature(self.plan, kernel).params if not param.is_pointer]
             assert tail == ["per_cluster", "tokens"][kernel.cluster == 1 :], f"{kernel.name} takes {tail}"
-        self._allocate = _allocator(device)
+        self._anywhere, self._here = _allocators(device)
+        self._results = len(call.outputs)
         self._launchers: dict[bool, tuple[Launcher, ...]] = {}
         self._sized: dict[int, _Sized] = {}
 
@@ -235,41 +244,47 @@ class Prepared:
         """Kernels launched so far."""
         return sum(launcher.launches for twin in self._launchers.values() for launcher in twin)
 
-    def run(self, tensors: Sequence[Tensor], outs: Sequence[Tensor] = ()) -> list[Tensor]:
+    def run(self, tensors: Sequence[Any], outs: Sequence[Tensor] = ()) -> tuple[Tensor, ...] | None:
         """Enqueue the operation on torch's current stream; results, newly allocated unless given.
 
         Args:
-            tensors: the given inputs, in order.
+            tensors: inputs in the order of the schema; those that are not given are not looked at.
             outs: checked tensors to write to.
 
+        Returns:
+            None, with nothing done, where a tensor is not what the kernels take; `Call.check` says why.
+
         Raises:
-            InputError, InputTypeError: as `Call.check`.
             EnvironmentFault, CompileError, LaunchError: of the backend.
         """
         first = tensors[0]
         tokens = first.shape[0] if first.ndim else -1
         sized = self._sized.get(tokens)
         if sized is None:
-            sized = self._size(tensors, tokens)
+            if not 0 <= tokens <= self.call.limit:
+                return None
+            sized = self._size(tokens)
         device = self.device
         pointers = []
-        for tensor, (dtype, shape) in zip(tensors, sized.inputs, strict=True):
+        for index, dtype, shape in sized.inputs:
+            tensor = tensors[index]
             if (
                 tensor.dtype is not dtype
                 or tensor.shape != shape
                 or not tensor.is_contiguous()
                 or tensor.get_device() != device
             ):
-                self.call.check(tensors)
+                return None
             pointers.append(tensor.data_ptr())
         made = list(outs)
-        allocate = self._allocate
+        allocate = self._here if _current() == device else self._anywhere
         for sizes, strides, dtype in sized.made[len(made) :]:
-            made.append(allocate(sizes, strides, dtype))
-        results = made[: len(self.call.outputs)]
+            tensor = allocate(sizes, strides, dtype)
+            made.append(tensor)
         if tokens == 0:
-            return results
-        pointers += [tensor.data_ptr() for tensor in made]
+            return tuple(made[: self._results])
+        for tensor in made:
+            pointers.append(tensor.data_ptr())
         bits = 0
         for pointer in pointers:
             bits |= pointer
@@ -278,10 +293,9 @@ class Prepared:
         stream = _stream(device)
         for index, slots, launch_shape, scalars in sized.launches:
             launchers[index].launch([*[pointers[slot] for slot in slots], *scalars], launch_shape, stream)
-        return results
+        return tuple(made[: self._results])
 
-    def _size(self, tensors: Sequence[Tensor], tokens: int) -> _Sized:
-        self.call.check(tensors)
+    def _size(self, tokens: int) -> _Sized:
         if len(self._sized) >= _SIZES:
             self._sized.clear()
         self._sized[tokens] = sized = _Sized(self, tokens)
