@@ -230,13 +230,14 @@ def _half_step_shared(context: Context, stage: Stage, step: HalfStep, piece: str
     matrix = _matrix(context, stage)
     reduced = context.share(f"s_{identifier(stage.name)}_{step.axis}", "float", context.n)
     name = f"{piece}.{step.axis}_{step.op}"
+    alone = context.n == 1  # then lane 0 does everything
     along, across = (context.n, 1) if step.axis == "row" else (1, context.n)
     context.step(
         stage,
         f"{name}.reduce",
         "reduce_shared",
         "mix",
-        (Access(matrix, False), Access(reduced, True)),
+        (Access(matrix, False, own=alone), Access(reduced, True, own=alone)),
         into=into,
         matrix=matrix,
         reduced=reduced,
@@ -253,7 +254,7 @@ def _half_step_shared(context: Context, stage: Stage, step: HalfStep, piece: str
         f"map_shared_{step.axis}",
         "mix",
         # own: here and in the store, lane i alone touches elements i, i + 32, ...
-        (Access(reduced, False), Access(matrix, True, own=True)),
+        (Access(reduced, False, own=alone), Access(matrix, True, own=True)),
         into=into,
         matrix=matrix,
         reduced=reduced,
@@ -284,7 +285,7 @@ def _element_step(context: Context, stage: Stage, step: ElementStep, piece: str,
         context.step(stage, name, "each_lanes", "mix", (), declares, into=into, fn=step.fn, elements=elements)
         return
     matrix, size = _matrix(context, stage), context.n * context.n
-    writes = (Access(matrix, True),)
+    writes = (Access(matrix, True, own=True),)
     context.step(stage, name, "each_shared", "mix", writes, into=into, fn=step.fn, matrix=matrix, size=size)
 
 
@@ -320,7 +321,7 @@ def _zero_potential(context: Context, stage: Stage, program: CombProgram) -> Non
     first = program.loop[0]
     assert isinstance(first, LogStep)
     buffer = _potential_buffer(context, stage, "col" if first.axis == "row" else "row")
-    context.step(stage, "zero", "potential_zero", "mix", (Access(buffer, True),), n=context.n, potential=buffer)
+    context.step(stage, "zero", "potential_zero", "mix", (Access(buffer, True, own=True),), n=context.n, potential=buffer)
 
 
 def _potential_shared(context: Context, stage: Stage, step: LogStep, piece: str, into: list[Node]) -> None:
@@ -333,7 +334,8 @@ def _potential_shared(context: Context, stage: Stage, step: LogStep, piece: str,
         f"{piece}.{step.axis}_potential",
         "potential_shared",
         "mix",
-        (Access(matrix, False), Access(other, False), Access(mine, True)),
+        # own: lane i alone writes potential i, and with one stream lane 0 alone does everything.
+        (Access(matrix, False, own=n == 1), Access(other, False, own=n == 1), Access(mine, True, own=True)),
         into=into,
         matrix=matrix,
         mine=mine,
@@ -352,13 +354,14 @@ def _exp_potentials(context: Context, stage: Stage) -> None:
         context.step(stage, "exp", template, "mix", (), _potential_declares(context), **sizes)
         return
     matrix = _matrix(context, stage)
+    alone = context.n == 1  # then lane 0 does everything
     row, col = (_potential_buffer(context, stage, axis) for axis in ("row", "col"))
     context.step(
         stage,
         "exp",
         "exp_potentials_shared",
         "mix",
-        (Access(row, False), Access(col, False), Access(matrix, True)),
+        (Access(row, False, own=alone), Access(col, False, own=alone), Access(matrix, True, own=True)),
         matrix=matrix,
         row=row,
         col=col,
