@@ -104,15 +104,19 @@ static Cta* sweep_blocks(const Cluster& cluster, unsigned rank, unsigned step) {
   return nullptr;
 }
 
-// As likely as its share of the ready threads.
-static Cta* random_block(Cluster& cluster) {
+// Threads of one block have this many turns on average before another block is drawn. Runs of turns let the progress
+// of the blocks differ more than single turns would, and they keep the caches warm.
+constexpr unsigned MEAN_TURNS = 32;
+
+static Cta* random_block(Cluster& cluster, unsigned rank) {
+  if (cluster.ctas[rank].ready != 0 && cluster.random.below(MEAN_TURNS) != 0) return &cluster.ctas[rank];
   unsigned ready = 0;
-  for (unsigned rank = 0; rank < cluster.size; ++rank) ready += cluster.ctas[rank].ready;
+  for (unsigned r = 0; r < cluster.size; ++r) ready += cluster.ctas[r].ready;
   if (ready == 0) return nullptr;
-  unsigned skip = cluster.random.below(ready);
-  unsigned rank = 0;
-  for (; skip >= cluster.ctas[rank].ready; ++rank) skip -= cluster.ctas[rank].ready;
-  return &cluster.ctas[rank];
+  unsigned skip = cluster.random.below(ready);  // each block as likely as its share of the ready threads
+  unsigned drawn = 0;
+  for (; skip >= cluster.ctas[drawn].ready; ++drawn) skip -= cluster.ctas[drawn].ready;
+  return &cluster.ctas[drawn];
 }
 
 static Cta* first_block_by_priority(const Cluster& cluster) {
@@ -127,7 +131,7 @@ static Fiber* pick_in_cluster(Cluster& cluster, unsigned rank, MhcOrder order) {
   Cta* cta = nullptr;
   switch (order) {
     case MHC_DESCENDING: cta = sweep_blocks(cluster, rank, cluster.size - 1); break;
-    case MHC_RANDOM: cta = random_block(cluster); break;
+    case MHC_RANDOM: cta = random_block(cluster, rank); break;
     case MHC_WARP_GREEDY: cta = first_block_by_priority(cluster); break;
     default: cta = sweep_blocks(cluster, rank, 1);
   }

@@ -1,0 +1,67 @@
+"""Emissions with clusters: the bits of the unfused emission in every order, and nothing for race mode to report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from host_cases import ORDERS
+
+import mhcgen
+from mhcgen.inputs import make_inputs
+from mhcgen.runtime import Module, load
+
+TOKENS = (1, 3, 8, 20)
+#: fusion -> what is built for it
+FUSIONS: dict[str, dict[str, Any]] = {
+    "pre": {},
+    "pre-norm": {"norm": True},
+    "pre-norm-quant": {"norm": True, "quant": "q8"},
+    "boundary": {"scope": "boundary"},
+}
+QUICK = {(1024, 4, "pre-norm-quant"), (1024, 3, "boundary"), (520, 2, "pre"), (257, 4, "pre-norm")}
+SHAPES = [
+    pytest.param(hidden, streams, fusion, marks=[pytest.mark.slow] * ((hidden, streams, fusion) not in QUICK))
+    for hidden in (1024, 4096, 520, 257)
+    for streams in (2, 3, 4, 8)
+    for fusion in FUSIONS
+]
+
+
+def modules(hidden: int, streams: int, fusion: str, *, race: bool) -> tuple[Module, Module]:
+    """The emission without fusion and the one with clusters."""
+    program = mhcgen.build(streams=streams, hidden=hidden, projection="fma", **FUSIONS[fusion])
+    clustered = mhcgen.compile(program, fusion, cluster=16)
+    (kernel,) = (kernel for kernel in clustered.kernels if kernel.cluster > 1)
+    assert "mhc_host_cluster_arrive" in clustered.source and kernel.cluster <= 16
+    return load(mhcgen.compile(program), "host"), load(clustered, "host", race=race)
+
+
+def same_bits(unfused: Module, clustered: Module, tokens: int, *orders: str) -> None:
+    inputs = make_inputs(unfused.program, tokens, tokens)
+    want = unfused(**inputs)
+    for order in orders:
+        got = clustered(**inputs, launch_options={"order": order, "seed": tokens})
+        for launch in clustered.launches:
+            assert launch.report.ok, launch.report.text
+        assert [name for name in want if want[name].tobytes() != got[name].tobytes()] == []
+
+
+@pytest.mark.parametrize(("hidden", "streams", "fusion"), SHAPES)
+def test_clusters_give_the_bits_of_the_unfused_emission(hidden: int, streams: int, fusion: str) -> None:
+    unfused, clustered = modules(hidden, streams, fusion, race=False)
+    for tokens in TOKENS:
+        same_bits(unfused, clustered, tokens, *ORDERS)
+
+
+@pytest.mark.parametrize(("hidden", "streams", "fusion"), SHAPES)
+def test_race_mode_finds_nothing(hidden: int, streams: int, fusion: str) -> None:
+    unfused, clustered = modules(hidden, streams, fusion, race=True)
+    for tokens in TOKENS[: 3 if hidden < 4096 else 2]:
+        same_bits(unfused, clustered, tokens, "ascending", *(("random",) if tokens < 8 else ()))
+
+
+def test_fp8_groups_lie_within_a_block() -> None:
+    program = mhcgen.build(streams=4, hidden=1024, projection="fma", norm=True, quant="fp8")
+    clustered = load(mhcgen.compile(program, "pre-norm-quant", cluster=16), "host", race=True)
+    same_bits(load(mhcgen.compile(program), "host"), clustered, 5, *ORDERS)
