@@ -321,7 +321,8 @@ def _zero_potential(context: Context, stage: Stage, program: CombProgram) -> Non
     first = program.loop[0]
     assert isinstance(first, LogStep)
     buffer = _potential_buffer(context, stage, "col" if first.axis == "row" else "row")
-    context.step(stage, "zero", "potential_zero", "mix", (Access(buffer, True, own=True),), n=context.n, potential=buffer)
+    writes = (Access(buffer, True, own=True),)
+    context.step(stage, "zero", "potential_zero", "mix", writes, n=context.n, potential=buffer)
 
 
 def _potential_shared(context: Context, stage: Stage, step: LogStep, piece: str, into: list[Node]) -> None:
