@@ -134,18 +134,18 @@ def try_mutants(
     if not found:
         return []
     started = time.perf_counter()
-    mutated = replace(plan, kernels=tuple(mutant.kernel for mutant in found))
+    mutated = replace(plan, kernels=(kernel, *(mutant.kernel for mutant in found)))
     runner = HostRunner(mutated, race=True, opt=QUICK)
     runner.module()
+    # What the untouched kernel shows when it is launched like this is no merit of a mutant.
+    control = _launch(plan, kernel, runner, values)
     compiling = (time.perf_counter() - started) / len(found)
-    return [_try(arm, plan, mutant, runner, values, compiling) for mutant in found]
+    return [_try(arm, plan, mutant, runner, values, control, compiling) for mutant in found]
 
 
-def _try(
-    arm: str, plan: Plan, mutant: Mutant, runner: HostRunner, values: Mapping[str, Array], compiling: float
-) -> RedRow:
-    started = time.perf_counter()
-    kernel, arena = mutant.kernel, HostMachine().arena()
+def _launch(plan: Plan, kernel: Kernel, runner: HostRunner, values: Mapping[str, Array]) -> Any:
+    """Report of one kernel of a plan, or of a mutant of it, launched alone."""
+    arena = HostMachine().arena()
     parameters = signature(plan, kernel).params
     args: list[Any] = []
     for parameter, name in zip(parameters, tensors_of(plan, kernel), strict=False):
@@ -158,19 +158,39 @@ def _try(
         args.append(arena.filled((TOKENS, stamp_count(kernel), 2), "int64", POISONS[0], 0))
     grid, scalars = geometry(kernel, TOKENS)
     fresh = tuple(parameter.name for parameter in parameters if parameter.writable)
-    report = runner.launch(kernel, False, grid, [*args, *scalars], fresh)
+    options = {"cluster": (1, kernel.cluster, 1)} if kernel.cluster > 1 else {}
+    return runner.launch(kernel, False, grid, [*args, *scalars], fresh, **options)
+
+
+def _try(
+    arm: str,
+    plan: Plan,
+    mutant: Mutant,
+    runner: HostRunner,
+    values: Mapping[str, Array],
+    control: Any,
+    compiling: float,
+) -> RedRow:
+    started = time.perf_counter()
+    report = _launch(plan, mutant.kernel, runner, values)
     hits = [f for f in report.findings if f.kind in RACES and f.buffer in mutant.buffers]
-    others = sorted({f"{f.kind} on {f.buffer}" for f in report.findings})
+    detail = hits[0].text if hits else f"race mode reported {_kinds(report)}"
+    if control.findings or not control.completed:
+        hits, detail = [], f"the kernel with all its barriers is not clean: {_kinds(control)}"
     because = "; ".join(str(hazard) for hazard in mutant.sync.because)
     return RedRow(
         fault=mutant.fault,
         site=f"{arm}: {mutant.original.name}: {mutant.how} ({because})",
         expected="race",
         caught_by=("race",) if hits else (),
-        detail=hits[0].text if hits else f"race mode reported {', '.join(others) or 'nothing'}",
+        detail=detail,
         buffer=mutant.buffers,
         seconds=compiling + time.perf_counter() - started,
     )
+
+
+def _kinds(report: Any) -> str:
+    return ", ".join(sorted({f"{f.kind} on {f.buffer}" for f in report.findings})) or "nothing"
 
 
 # ---- over-strong barriers ---------------------------------------------------------------------------
