@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mhcgen.combs import CombKind, comb_kind
+from mhcgen.combs import comb_kind
 from mhcgen.inputs import Float64, Inputs, make_inputs, numpy_dtype, uniform
 from mhcgen.ir import Dim, Program, Stage
 from mhcgen.stages import COMB_STAGES, STREAM_LAST, STREAMS
@@ -44,14 +44,9 @@ class Site:
         return str(self.rowsq.option("eps_place", "in"))
 
     @property
-    def kind(self) -> CombKind | None:
-        """Kind of the matrix."""
-        return None if self.matrix is None else comb_kind(self.matrix)
-
-    @property
     def limit(self) -> float:
         """Largest magnitude of logits that fp32 can take."""
-        return float("inf") if self.matrix is None else comb_kind(self.matrix).limit(self.matrix)
+        return float("inf") if self.matrix is None else limit_of(self.matrix)
 
 
 class Aim:
@@ -71,6 +66,15 @@ class Aim:
             readers = program.readers.get(dict(gates.results).get("logits", ""), ())
             matrix = next((s for s in map(program.stage, readers) if s.kind in COMB_STAGES), None)
             self.sites.append(Site(rowsq, gates, mixes if mixes in self.values else None, matrix))
+        #: matrices of given logits, and where these are: (stage, parameter, index of the first)
+        self.given: list[tuple[Stage, str, int]] = []
+        for stage in program.stages_of_kind(*COMB_STAGES):
+            logits = dict(stage.operands).get("logits", "")
+            if logits in self.values:
+                self.given.append((stage, logits, 0))
+            elif logits and program.stage(program.writers[logits]).kind == "static_gates":
+                base = program.stage(program.writers[logits]).operand("base")
+                self.given.append((stage, base, 2 * self.n))
 
     def shape_of(self, name: str) -> tuple[Dim, ...]:
         """Shape of a tensor by symbols, streams as [T, n, H]."""
@@ -149,22 +153,36 @@ class Aim:
         """Mixes of a site: pre n | post n | comb L."""
         return self.program.shape(site.gates.operand("base"), self.tokens)[0]
 
-    def with_comb(self, comb: Callable[[Site], Float64]) -> Inputs:
-        """Inputs whose comb logits are `comb(site)` [T, L] and whose gate logits are of order 1."""
+    def matrices(self) -> list[Stage]:
+        """Stages whose logits can be given a value: those of the sites, and those of parameters."""
+        return [s.matrix for s in self.sites if s.matrix is not None] + [stage for stage, _, _ in self.given]
+
+    def with_comb(self, comb: Callable[[Stage], Float64]) -> Inputs:
+        """Inputs whose comb logits are `comb(stage of the matrix)` [T, L] and whose gate logits are of order 1.
+
+        Logits that are the same for all tokens are those of the first.
+        """
 
         def wanted(site: Site) -> Float64:
             gates = self.random(f"gates {site.gates.name}", self.tokens, 2 * self.n)
-            return np.concatenate([gates, comb(site).reshape(self.tokens, self.columns(site) - 2 * self.n)], axis=1)
+            if site.matrix is None:
+                return gates
+            logits = comb(site.matrix).reshape(self.tokens, self.columns(site) - 2 * self.n)
+            return np.concatenate([gates, logits], axis=1)
 
         self.set_logits(wanted)
+        for stage, name, first in self.given if self.tokens else ():
+            logits = comb(stage)[0].reshape(-1)
+            self.values[name][first : first + len(logits)] = logits
         return self.finish()
 
     def around(self, value: float) -> Inputs | None:
-        """Inputs whose comb logits are within 1 of `value`; None where a site has none, or fp32 cannot take them."""
-        counts = {site.gates.name: self.columns(site) - 2 * self.n for site in self.sites}
-        if not counts or min(counts.values()) < 1 or any(site.limit < abs(value) + 1 for site in self.sites):
+        """Inputs whose comb logits are within 1 of `value`; None where there are none, or fp32 cannot take them."""
+        stages = self.matrices()
+        counts = {stage.name: comb_kind(stage).logits(self.n) for stage in stages}
+        if not stages or min(counts.values()) < 1 or any(limit_of(stage) < abs(value) + 1 for stage in stages):
             return None
-        return self.with_comb(lambda site: value + self.random("comb", self.tokens, counts[site.gates.name]))
+        return self.with_comb(lambda stage: value + self.random("comb", self.tokens, counts[stage.name]))
 
     def set_magnitude(self, site: Site, magnitude: float, spread: float) -> bool:
         """Streams of a site within (1 +- spread) of `magnitude`, signs mixed if spread > 0; mixes to match.
@@ -191,6 +209,11 @@ class Aim:
                 array = self._turned(tensor.name, self.values[tensor.name]).astype(numpy_dtype(tensor.dtype))
             found[tensor.name] = np.ascontiguousarray(array)
         return found
+
+
+def limit_of(matrix: Stage) -> float:
+    """Largest magnitude of logits that fp32 can take."""
+    return comb_kind(matrix).limit(matrix)
 
 
 def cycle(n: int, shift: int) -> Float64:

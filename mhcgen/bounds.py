@@ -88,6 +88,7 @@ _WHY = {
     "project": "U times each partial sum",
     "rowsq": "U for each of sum, mean, eps, root and product, and the mixes' error",
     "gates": "the logit's error times the sigmoid's slope, exp, add, divide, add",
+    "static_gates": "exp, add, divide, add of each parameter",
     "head_gates": "the logit's error times the sigmoid's slope, exp, add, divide, add",
     "comb": "roundings of the map, and each logit's error times the derivative of comb by it",
     "sinkhorn": "each rounding and each logit's error times the derivative of comb by it",

@@ -77,8 +77,8 @@ class Config:
 def configure(model: str = "deepseek-v4", **given: object) -> Config:
     """A checked Config: the model's constants, overridden by what is given (None means default).
 
-    A trunk projects its own mixes, so there the default projection is `fma`. The fast function set sums squares in fp32
-    unless told otherwise.
+    A trunk projects its own mixes, so there the default projection is `fma`. The fast function set sums squares in
+    fp32 unless told otherwise.
 
     Raises:
         UsageError: `U-*`, naming the field, the value and the legal range.
@@ -238,6 +238,13 @@ def _streams(n: int, spec: Model) -> None:
 
 
 def _iterations(config: Config, spec: Model) -> None:
+    if config.iterations_out and spec.static:
+        raise UsageError(
+            "U-ITERATIONS-OUT",
+            f"model {spec.name} makes one mixing matrix for all tokens, and counts no iterations a token",
+            where="--iterations-out",
+            hints=("leave it out",),
+        )
     if spec.iterated:
         _integer("iters", config.iters, 1, MAX_ITERS)
         if config.early_stop and ("domain", "log") in spec.comb_options:

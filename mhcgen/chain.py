@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mhcgen.build import Config
 
 #: Last parts of the names of tensors that hold weights.
-PARAMETERS = ("fn", "scale", "base", "norm_weight")
+PARAMETERS = ("fn", "scale", "base", "norm_weight", "comb_logits")
 
 
 def at(site: str, name: str) -> str:
@@ -59,8 +59,11 @@ class Builder:
             slot.rstrip("?"): tuple(rows if dim == "M" else dim for dim in shape)
             for slot, shape in (*signature.operands, *signature.results)
         }
-        if find_model(self.config.model).stream_last:
+        spec = find_model(self.config.model)
+        if spec.stream_last:
             shapes = {slot: STREAM_LAST if shape == STREAMS else shape for slot, shape in shapes.items()}
+        for slot in set(signature.shared) & set(spec.shared_slots):
+            shapes[slot] = shapes[slot][1:]
         for slot, tensor in (*operands.items(), *results.items()):
             self.tensors.setdefault(tensor, Tensor(tensor, shapes[slot], self._dtype(slot), "value"))
         self.stages.append(make_stage(name, kind, operands, results, attrs))
@@ -152,13 +155,18 @@ def _coefficients(b: Builder, x: str, site: str, suffix: str) -> None:
     c = b.config
     spec = find_model(c.model)
     pre, post, comb = (at(site, name + suffix) for name in ("pre", "post", "comb"))
-    logits = {"logits": at(site, "logits")} if spec.logits(c.streams) else {}
-    _mixes(b, x, site, "R")
+    static = spec.static == "comb"
+    logits = {"logits": at(site, "comb_logits" if static else "logits")} if spec.logits(c.streams) else {}
+    kind, operands = "static_gates", {"base": at(site, "base")}
+    if spec.static != "all":
+        _mixes(b, x, site, "R")
+        kind = "gates"
+        operands |= {"mixes_scaled": at(site, "mixes_scaled"), "scale": at(site, "scale")}
     b.add(
         at(site, "gates"),
-        "gates",
-        {"mixes_scaled": at(site, "mixes_scaled"), "scale": at(site, "scale"), "base": at(site, "base")},
-        {"pre": pre, "post": post, **logits},
+        kind,
+        {slot: operands[slot] for slot in ("mixes_scaled", "scale", "base") if slot in operands},
+        {"pre": pre, "post": post, **({} if static else logits)},
         {"post_mult": spec.post_mult, "pre_eps": spec.pre_eps_of(c.hc_eps), **dict(spec.gates)},
     )
     made = {"comb": comb}

@@ -248,6 +248,18 @@ def _gates(model: ErrorModel, stage: Stage) -> dict[str, Array]:
     }
 
 
+def _static_gates(model: ErrorModel, stage: Stage) -> dict[str, Array]:
+    n, base = model.program.dim("n"), model.value(stage.operand("base"))
+    exact = np.zeros(n)
+    pre, pre_error = _act(model, stage.option("pre_act", "sigmoid"), base[:n], exact)
+    post, post_error = _act(model, stage.option("post_act", "sigmoid"), base[n : 2 * n], exact)
+    return {
+        "pre": pre_error + U * (np.abs(pre) + 2 * stage.attr("pre_eps")),
+        "post": stage.attr("post_mult") * (post_error + U * np.abs(post)),
+        "logits": np.zeros(len(base) - 2 * n),
+    }
+
+
 def _scaled(model: ErrorModel, stage: Stage, part: slice, group: int, act: str) -> tuple[Array, Array]:
     """fma(act(mixes), scale, base) of a range of columns, and its error."""
     name, scale = stage.operand("mixes_scaled"), model.value(stage.operand("scale"))[group]
@@ -350,6 +362,7 @@ _STAGES: dict[str, Callable[[ErrorModel, Stage], dict[str, Array]]] = {
     "rowsq": _rowsq,
     "gates": _gates,
     "head_gates": _head_gates,
+    "static_gates": _static_gates,
     "sinkhorn": _comb,
     "comb": _comb,
     "collapse": _collapse,

@@ -48,6 +48,14 @@ def _gates(stage: Stage) -> tuple[str, ...]:
     return ("m = mixes_scaled, pre n | post n | comb", *lines)
 
 
+def _static_gates(stage: Stage) -> tuple[str, ...]:
+    mult = "" if stage.attr("post_mult") == 1.0 else f"{stage.attr('post_mult')} * "
+    pre = _added(f"{stage.option('pre_act', 'sigmoid')}(base_pre)", stage.attr("pre_eps"))
+    lines = (f"pre = {pre}", f"post = {mult}{stage.option('post_act', 'sigmoid')}(base_post)")
+    logits = ("logits = base_comb",) if "logits" in dict(stage.results) else ()
+    return ("the same for every token; base is pre n | post n | comb", *lines, *logits)
+
+
 def _head_gates(stage: Stage) -> tuple[str, ...]:
     return (f"pre = {_added('sigmoid(mixes_scaled * scale + base)', stage.attr('pre_eps'))}",)
 
@@ -66,6 +74,7 @@ def _quant(stage: Stage) -> tuple[str, ...]:
 _LINES: dict[str, Callable[[Stage], tuple[str, ...]]] = {
     "rowsq": _rowsq,
     "gates": _gates,
+    "static_gates": _static_gates,
     "head_gates": _head_gates,
     "norm": _norm,
     "quant": _quant,

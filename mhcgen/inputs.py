@@ -15,7 +15,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from mhcgen.ir import Program
+from mhcgen.combs import comb_kind
+from mhcgen.ir import Program, Stage
 
 if TYPE_CHECKING:
     from mhcgen.aim import Aim, Site
@@ -129,14 +130,13 @@ def d1(aim: Aim) -> Inputs | None:
     matrix that comes near a cycle (a Kronecker product of symmetric ones does not).
     """
     shifts = [1 if token % 2 == 0 else aim.n - 1 for token in range(aim.tokens)]
-    kinds = [site.kind for site in aim.sites]
-    if aim.n < 3 or not kinds or any(kind is None or kind.aim(aim.n, 1) is None for kind in kinds):
+    stages = aim.matrices()
+    if aim.n < 3 or not stages or any(comb_kind(stage).aim(aim.n, 1) is None for stage in stages):
         return None
 
-    def logits(site: Site) -> Float64:
-        assert site.kind is not None
-        made = [site.kind.aim(aim.n, shift) for shift in shifts]
-        return np.array(made, dtype=np.float64).reshape(aim.tokens, site.kind.logits(aim.n))
+    def logits(stage: Stage) -> Float64:
+        made = [comb_kind(stage).aim(aim.n, shift) for shift in shifts]
+        return np.array(made, dtype=np.float64).reshape(aim.tokens, comb_kind(stage).logits(aim.n))
 
     return aim.with_comb(logits)
 
@@ -168,17 +168,16 @@ def d5(aim: Aim) -> Inputs | None:
     For matrices that are normalised with an added eps.
     """
 
-    def adds_eps(site: Site) -> bool:
-        m = site.matrix
-        return m is not None and m.kind == "sinkhorn" and m.option("eps_mode", "add") == "add" and site.limit > 1e4
+    def adds_eps(m: Stage) -> bool:
+        linear = m.kind == "sinkhorn" and m.option("domain", "linear") == "linear"
+        return linear and m.option("eps_mode", "add") == "add" and m.option("start", "softmax") != "exp"
 
-    if aim.n < 2 or not aim.sites or not all(adds_eps(site) and site.matrix is not None for site in aim.sites):
-        return None
-    if any(site.matrix is not None and site.matrix.option("domain", "linear") == "log" for site in aim.sites):
+    stages = aim.matrices()
+    if aim.n < 2 or not stages or not all(adds_eps(stage) for stage in stages):
         return None
     comb = np.zeros((aim.tokens, aim.n, aim.n))
     comb[:, :, -1] = -1e4
-    return aim.with_comb(lambda site: comb)
+    return aim.with_comb(lambda stage: comb)
 
 
 def d8(aim: Aim) -> Inputs | None:
@@ -189,6 +188,19 @@ def d8(aim: Aim) -> Inputs | None:
 def deep(aim: Aim) -> Inputs | None:
     """Comb logits about -200: without the row maximum, or with one that counts padding as 0, exp is 0 throughout."""
     return aim.around(-200.0)
+
+
+def slow(aim: Aim) -> Inputs | None:
+    """Comb logits 0 on and below the diagonal, -9 above: one iteration too few or too many.
+
+    What stands above the diagonal must vanish for the sums to be 1, and iterations drive it out only as 1 over
+    their number; random logits have converged to the last bit long before the last iteration.
+    """
+    stages = [stage for stage in aim.matrices() if stage.kind == "sinkhorn"]
+    if aim.n < 2 or not stages or len(stages) < len(aim.matrices()):
+        return None
+    comb = np.broadcast_to(-9.0 * np.triu(np.ones((aim.n, aim.n)), 1), (aim.tokens, aim.n, aim.n))
+    return aim.with_comb(lambda stage: comb)
 
 
 def d9(aim: Aim) -> Inputs | None:
@@ -260,18 +272,23 @@ def extreme(aim: Aim) -> Inputs | None:
 
     Logits of the matrix stay within what fp32 can take where its kind starts from a bare exponential.
     """
-    if not aim.sites:
+    if not aim.sites and not aim.given:
         return None
 
-    def wanted(site: Site) -> Float64:
-        columns = aim.columns(site)
+    def numbers(name: str, columns: int, limit: float) -> Float64:
         index = np.arange(aim.tokens)[:, None] + np.arange(columns)[None, :]
-        magnitude = np.array([89.0, 200.0, 1e4])[index % 3]
-        magnitude[:, 2 * aim.n :] = np.minimum(magnitude[:, 2 * aim.n :], site.limit)
-        signed: Float64 = magnitude * aim.signs(f"extreme {site.gates.name}", aim.tokens, columns)
+        magnitude = np.minimum(np.array([89.0, 200.0, 1e4])[index % 3], limit)
+        signed: Float64 = magnitude * aim.signs(f"extreme {name}", aim.tokens, columns)
         return signed
 
+    def wanted(site: Site) -> Float64:
+        logits = numbers(f"{site.gates.name} logits", aim.columns(site) - 2 * aim.n, site.limit)
+        return np.concatenate([numbers(site.gates.name, 2 * aim.n, np.inf), logits], axis=1)
+
     aim.set_logits(wanted)
+    for stage, name, first in aim.given if aim.tokens else ():
+        logits = numbers(name, comb_kind(stage).logits(aim.n), comb_kind(stage).limit(stage))[0]
+        aim.values[name][first : first + len(logits)] = logits
     return aim.finish()
 
 
@@ -311,6 +328,7 @@ DISCRIMINATING: dict[str, Callable[[Aim], Inputs | None]] = {
     "D12": d12,
     "D15": d15,
     "deep": deep,
+    "slow": slow,
     "extreme": extreme,
     "-inf base": minus_infinity,
 }

@@ -187,6 +187,10 @@ class Program:
                 graph.add_edge(writer, reader, tensor=tensor)
         return nx.freeze(graph)
 
+    def runs_once(self, stage: Stage) -> bool:
+        """Whether a stage's results are the same for all tokens, so that it runs once and not once a token."""
+        return all("T" not in self.tensor(name).shape for name in stage.writes)
+
     def stages_of_kind(self, *kinds: str) -> tuple[Stage, ...]:
         """Stages of one of these kinds, in order."""
         return tuple(stage for stage in self.stages if stage.kind in kinds)

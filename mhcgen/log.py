@@ -125,6 +125,12 @@ CATALOGUE: dict[str, CatalogueEntry] = {
             "Fuse the stages on one side of the tap.",
         ),
         CatalogueEntry(
+            "F-STATIC",
+            "The group joins a stage that runs once, because its results are the same for all tokens, with one that "
+            "runs once a token.",
+            "Leave what runs once out of the group; it is one small launch.",
+        ),
+        CatalogueEntry(
             "F-UNKNOWN",
             "The group names a stage that the Program does not have.",
             "Use the stage names that `mhcgen explain` prints.",

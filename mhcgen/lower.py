@@ -215,7 +215,8 @@ def _names_in_fields(kernel: Kernel) -> set[str]:
 
 
 def _comments(plan: Plan, kernel: Kernel) -> tuple[str, ...]:
-    lines = [f"{kernel.name}: {', '.join(kernel.stages)}. One token a block."]
+    tokens = "One block for all tokens; more only return." if kernel.grid == "once" else "One token a block."
+    lines = [f"{kernel.name}: {', '.join(kernel.stages)}. {tokens}"]
     c = kernel.columns
     if c is not None and kernel.cluster > 1:
         lines = [
@@ -253,6 +254,11 @@ def _indexes(plan: Plan, kernel: Kernel) -> tuple[str, ...]:
             f"const int column_first = column_block + lane * {c.run};",
         )
     found = ["const long long token = (long long)blockIdx.x;", "if (token >= tokens) return;"]
+    if kernel.grid == "once":
+        found = [
+            "if (blockIdx.x > 0) return;  // the same for every token",
+            "[[maybe_unused]] const long long token = 0;",
+        ]
     if kernel.grid == "token_rows":
         found.append("const int row_first = (int)blockIdx.y;  // the row of fn of this block")
     if c is not None and c.blocks > 1:

@@ -234,7 +234,7 @@ class Kernel:
         buffers: shared arrays.
         body: steps, loops and barriers.
         grid: `token` (one block a token), `token_columns` (several blocks share a token's columns),
-            `token_rows` (several blocks share the rows of fn) or `cluster`.
+            `token_rows` (several blocks share the rows of fn), `cluster`, or `once` (one block for all tokens).
         shared_bytes: total of the buffers, set by the launch pass.
         cluster: blocks that work on the same tokens through each other's shared memory; 1 for none.
         tokens: most tokens of one cluster (their number is a run-time argument); 1 without one.
@@ -270,6 +270,8 @@ class Kernel:
     @property
     def grid_text(self) -> str:
         """The grid in terms of T, for people."""
+        if self.grid == "once":
+            return "(1)"
         if self.grid == "cluster":
             return f"(ceil(T / per_cluster), {self.cluster}) in clusters of {self.cluster}"
         return f"(T, {self.grid_blocks})" if self.grid_blocks > 1 else "(T)"

@@ -418,6 +418,11 @@ def evaluate(
         mixes, eps, mult = o["mixes_scaled"], attr["pre_eps"], attr["post_mult"]
         found = gates(mixes, o["scale"], o["base"], eps, mult, streams=dims["n"], **form)
         return dict(zip(("pre", "post", "logits"), found, strict=True))
+    if kind == "static_gates":
+        form = {key: attr[key] for key in ("pre_act", "post_act") if key in attr}
+        one, eps, mult = np.zeros((1, len(o["base"]))), attr["pre_eps"], attr["post_mult"]
+        found = gates(one, np.zeros(3), o["base"], eps, mult, streams=dims["n"], **form)
+        return {slot: array[0] for slot, array in zip(("pre", "post", "logits"), found, strict=True)}
     if kind == "head_gates":
         return {"pre": head_gates(o["mixes_scaled"], o["scale"], o["base"], attr["pre_eps"])}
     if kind in ("sinkhorn", "comb"):

@@ -104,7 +104,7 @@ class Module:
         for unit in self._order:
             if isinstance(unit, Stage):
                 self._branch(unit, arrays, branches or {}, tokens)
-            elif tokens > 0:
+            elif tokens > 0 or unit.grid == "once":
                 self._launch(unit, arrays, tokens, dict(launch_options or {}))
         return {t.name: arrays[t.name] for t in self.program.of_role("result")}
 
@@ -280,6 +280,8 @@ def _dtype_hint(want: str, have: str) -> str:
 def geometry(kernel: Kernel, tokens: int) -> tuple[tuple[int, int], tuple[int, ...]]:
     """The grid of a launch, and the scalar arguments it ends with: tokens per cluster where there are any, tokens."""
     blocks = kernel.grid_blocks
+    if kernel.grid == "once":
+        return (1, 1), (tokens,)
     if kernel.cluster == 1:
         return (tokens, blocks), (tokens,)
     per_cluster = kernel.tokens_per_cluster(tokens)

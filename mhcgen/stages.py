@@ -41,6 +41,8 @@ class StageKind:
         attrs: names of the attributes it must have.
         meaning: the formula, for `mhcgen explain`.
         options: attributes that may be absent -> legal values, the first being meant then.
+        shared: slots whose tensor may be the same for all tokens, and then has no T. A stage whose results have no T
+            runs once, not once a token.
     """
 
     name: str
@@ -50,6 +52,7 @@ class StageKind:
     attrs: tuple[str, ...]
     meaning: str
     options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    shared: tuple[str, ...] = ()
 
 
 KINDS: dict[str, StageKind] = {
@@ -107,6 +110,7 @@ KINDS: dict[str, StageKind] = {
             (("comb", MATRIX), ("iterations?", ("T",))),
             ("comb", "early_stop", "eps", "iters"),
             "comb[t,j,k] = C after `iters` rounds of row and column normalisation of softmax(logits)",
+            shared=("logits", "comb"),
         ),
         StageKind(
             "comb",
@@ -115,6 +119,17 @@ KINDS: dict[str, StageKind] = {
             (("comb", MATRIX),),
             ("comb",),
             "comb[t,j,k] = the kind's function of the logits",
+            shared=("logits", "comb"),
+        ),
+        StageKind(
+            "static_gates",
+            "mix",
+            (("base", ("R",)),),
+            (("pre", GATE), ("post", GATE), ("logits?", ("T", "L"))),
+            ("post_mult", "pre_eps"),
+            "pre = sigmoid(base_pre) + pre_eps; post = post_mult sigmoid(base_post); logits = base_comb",
+            {"pre_act": ("sigmoid", "tanh"), "post_act": ("sigmoid", "tanh")},
+            shared=("pre", "post", "logits"),
         ),
         StageKind(
             "collapse",
@@ -123,6 +138,7 @@ KINDS: dict[str, StageKind] = {
             (("y", COLUMNS),),
             (),
             "y[t,h] = sum_c pre[t,c] x[t,c,h]",
+            shared=("pre",),
         ),
         StageKind(
             "norm",
@@ -171,6 +187,7 @@ KINDS: dict[str, StageKind] = {
             (("x_next", STREAMS),),
             (),
             "x_next[t,k,h] = post[t,k] f[t,h] + sum_j comb[t,j,k] x[t,j,h]",
+            shared=("post", "comb"),
         ),
         StageKind(
             "mean",

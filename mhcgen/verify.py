@@ -191,6 +191,8 @@ def shapes_agree_with_the_kinds(program: Program) -> Iterator[str]:
             want = tuple(settled.get(symbol, symbol) for symbol in want)
             if want == STREAMS and tensor.shape == STREAM_LAST:
                 continue
+            if slot in kind.shared and "T" not in tensor.shape:
+                want = want[1:]
             have_sizes = tuple("T" if d == "T" else _size(program, d) for d in tensor.shape)
             want_sizes = tuple("T" if d == "T" else _size(program, d) for d in want)
             if have_sizes != want_sizes:
@@ -198,6 +200,23 @@ def shapes_agree_with_the_kinds(program: Program) -> Iterator[str]:
                     f"stage {stage.name}: {slot} is {name} of shape {have_sizes}, "
                     f"and kind {stage.kind} wants {want_sizes}"
                 )
+
+
+def what_runs_once_reads_no_token(program: Program) -> Iterator[str]:
+    """A stage whose results are the same for all tokens reads nothing of a token, and all its results are that."""
+    by_name = {tensor.name: tensor for tensor in program.tensors}
+    for stage in program.stages:
+        if stage.kind not in KINDS or not KINDS[stage.kind].shared or stage.kind in ("collapse", "post"):
+            continue
+        shapes = {name: by_name[name].shape for name in (*stage.reads, *stage.writes) if name in by_name}
+        token = [name for name, shape in shapes.items() if "T" in shape]
+        once = [name for name in stage.writes if name in shapes and "T" not in shapes[name]]
+        if once and token:
+            yield f"stage {stage.name} makes {once[0]} for all tokens, and {token[0]} is one token's"
+        if stage.kind in COMB_STAGES and not once and "logits" in dict(stage.operands):
+            logits = stage.operand("logits")
+            if "T" not in shapes.get(logits, ("T",)):
+                yield f"stage {stage.name} makes a matrix a token of {logits}, which is the same for all tokens"
 
 
 def _settle(program: Program, symbol: Dim, have: Dim) -> Dim:
@@ -287,6 +306,7 @@ RULES: tuple[Rule, ...] = (
     attributes_have_legal_values,
     every_stage_matches_its_kind,
     every_matrix_is_of_a_kind,
+    what_runs_once_reads_no_token,
     every_operand_is_declared,
     every_tensor_has_one_writer,
     every_value_is_used,

@@ -100,6 +100,14 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
             path=("post", "tap"),
         ),
     ),
+    "F-STATIC": (
+        Example(
+            "a matrix for all tokens",
+            lambda: build("static-mhc", hidden=8),
+            {"fuse": "gates+sinkhorn"},
+            because="sinkhorn makes the same for all tokens and runs once, gates runs once a token",
+        ),
+    ),
     "F-UNKNOWN": (
         Example("no such stage", program, {"fuse": "median"}, because="there is no stage or preset 'median'"),
         Example("an empty group", program, {"fuse": "mean,"}, because="there is no stage or preset ''"),

@@ -26,6 +26,7 @@ ATTRS: dict[str, dict[str, AttrValue]] = {
     "rowsq": {"acc": "fp64", "eps": 1e-6},
     "gates": {"post_mult": 2.0, "pre_eps": 1e-6},
     "head_gates": {"pre_eps": 1e-6},
+    "static_gates": {"post_mult": 2.0, "pre_eps": 0.0},
     "comb": {"comb": "plain"},
     "sinkhorn": {"comb": "sinkhorn", "early_stop": False, "eps": 1e-6, "iters": 3},
     "norm": {"acc": "fp32", "eps": 1e-6},

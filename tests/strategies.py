@@ -86,12 +86,16 @@ class _Maker:
         self.pools: dict[str, list[str]] = {
             name: [] for name in ("streams", "columns", "mixes", "gate", "matrix", "logits")
         }
+        self.written: set[str] = set()
         self.opaque = draw(st.booleans())
 
     def operand(self, kind: str) -> str:
-        """An earlier value, or a new input; more often the former, so that stages hang together."""
+        """What a stage wrote, an input, or a new input; the former rather, so that stages hang together."""
         pool = self.pools[kind]
-        if pool and self.draw(st.integers(0, 3)):
+        written = [name for name in pool if name in self.written]
+        if written and self.draw(st.integers(0, 4)):
+            return self.draw(st.sampled_from(written))
+        if pool and self.draw(st.booleans()):
             return self.draw(st.sampled_from(pool))
         name = f"{kind}{len(self.stages)}_{len(pool)}"
         pool.append(name)
@@ -101,7 +105,14 @@ class _Maker:
         name = f"{slot}{len(self.stages)}"
         if kind:
             self.pools[kind].append(name)
+            self.written.add(name)
         return name
+
+    def kind(self) -> str:
+        """Kind of the next stage; rather one that can read what is written."""
+        kinds = [*_READS] if self.opaque else [kind for kind in _READS if kind not in ("branch", "engram")]
+        fed = [kind for kind in kinds if any(set(self.pools[pool]) & self.written for pool in _READS[kind])]
+        return self.draw(st.sampled_from(fed if fed and self.draw(st.integers(0, 4)) else kinds))
 
     def add(self, kind: str, reads: dict[str, str], writes: dict[str, str], **attrs: Any) -> None:
         operands = {slot: self.operand(pool) if pool in self.pools else pool for slot, pool in reads.items()}
@@ -115,7 +126,7 @@ class _Maker:
     def grow(self) -> None:
         """One more stage of a random kind."""
         draw, tag = self.draw, len(self.stages)
-        match draw(st.sampled_from(_KINDS if not self.opaque else (*_KINDS, "branch", "engram"))):
+        match self.kind():
             case "expand":
                 self.add("expand", {"e": "columns"}, {"x": "streams"})
             case "project":
@@ -139,7 +150,8 @@ class _Maker:
                     **self.options(KINDS["gates"].options),
                 )
             case "matrix" if self.comb != "sinkhorn":
-                self.add("comb", self.logits, {"comb": "matrix"}, comb=self.comb)
+                options = self.options(COMB_KINDS[self.comb].options)
+                self.add("comb", self.logits, {"comb": "matrix"}, comb=self.comb, **options)
             case "matrix":
                 counted = {"iterations": ""} if draw(st.booleans()) else {}
                 stop, options = draw(st.booleans()), self.options(OPTIONS)
@@ -174,7 +186,21 @@ class _Maker:
                 self.add("engram", {"x": "streams"}, {"x_out": "streams"})
 
 
-_KINDS = ("rowsq", "gates", "matrix", "collapse", "post", "norm", "quant", "mean", "project", "expand")
+#: kind -> pools it reads from
+_READS = {
+    "rowsq": ("streams", "mixes"),
+    "gates": ("mixes",),
+    "matrix": ("logits",),
+    "collapse": ("streams", "gate"),
+    "post": ("streams", "columns", "gate", "matrix"),
+    "norm": ("columns",),
+    "quant": ("columns",),
+    "mean": ("streams",),
+    "project": ("streams",),
+    "expand": ("columns",),
+    "branch": ("columns",),
+    "engram": ("streams",),
+}
 
 
 @st.composite
@@ -182,7 +208,7 @@ def hand_built(draw: st.DrawFn) -> Program:
     """A Program nobody's model has: a random graph of stages, any value of which may also be a result."""
     n = draw(st.integers(1, 8))
     maker = _Maker(draw, n)
-    for _ in range(draw(st.integers(1, 7))):
+    for _ in range(draw(st.integers(1, 8))):
         maker.grow()
     maker.add("mean", {"x": "streams"}, {"y": "columns"})  # an identity alone would read nothing to count tokens by
     written = [name for s in maker.stages for name in s.writes]

@@ -95,12 +95,13 @@ def _programs() -> Iterator[tuple[str, Program, dict[str, Any]]]:
     yield "cluster with early stop", made, {"fuse": "pre-norm", "cluster": 4}
     made = program(stage("project"), *chain(), stage("norm"), n=4, hidden=1024)
     yield "cluster without a weight", made, {"fuse": "+".join(s.name for s in made.stages), "cluster": 4}
-    for comb in sorted(COMB_KINDS):
-        if COMB_KINDS[comb].stage == "comb":
-            usual = ("logits",) if COMB_KINDS[comb].logits(4) else ()
-            made = program(stage("gates", usual=usual), stage("comb", usual=usual, comb=comb), n=4)
-            yield f"comb {comb}", made, {"fuse": "gates+comb"}
-            yield f"comb {comb} alone", made, {"fuse": "none"}
+    for comb, kind in sorted(COMB_KINDS.items()):
+        if kind.stage == "comb":
+            usual = ("logits",) if kind.logits(4) else ()
+            for options in ({}, *({key: value} for key, values in kind.options.items() for value in values[1:])):
+                made = program(stage("gates", usual=usual), stage("comb", usual=usual, comb=comb, **options), n=4)
+                yield f"comb {comb} {options}", made, {"fuse": "gates+comb"}
+                yield f"comb {comb} {options} alone", made, {"fuse": "none"}
     yield "expand and mean", program(stage("expand"), stage("mean"), results=("x",)), {"fuse": "expand+mean"}
 
 

@@ -126,6 +126,16 @@ BROKEN: dict[str, list[tuple[Program, list[str]]]] = {
         ),
         (factories.program(factories.stage("comb", usual=())), ["stage comb: comb plain takes 4 logits at n = 2"]),
     ],
+    "what_runs_once_reads_no_token": [
+        (
+            retensor(factories.program(factories.stage("comb")), "comb", shape=("n", "n")),
+            ["stage comb makes comb for all tokens, and logits is one token's"],
+        ),
+        (
+            retensor(factories.program(factories.stage("comb")), "logits", shape=("L",)),
+            ["stage comb makes a matrix a token of logits, which is the same for all tokens"],
+        ),
+    ],
     "every_operand_is_declared": [
         (replace(MEAN, tensors=MEAN.tensors[1:]), ["stage mean mentions undeclared tensor x"]),
         (replace(MEAN, tensors=MEAN.tensors[:1]), ["stage mean mentions undeclared tensor y"]),

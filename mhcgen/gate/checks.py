@@ -95,12 +95,13 @@ def bits(
     return Verdict(check, not detail, (*wrong.items(), ("elements", seen)), detail)
 
 
-def rows(outcomes: Outcomes, turned: Outcomes) -> Verdict:
+def rows(outcomes: Outcomes, turned: Outcomes, whole: tuple[str, ...] = ()) -> Verdict:
     """Rows of uniform inputs compared between token counts, and between an order of rows and its reverse.
 
     Args:
         outcomes: every job's; uniform inputs have the same first rows for every token count.
         turned: runs of some of the same jobs with their rows reversed.
+        whole: results that are the same for all tokens, and have no rows.
     """
     wrong: dict[str, int] = {}
     seen = 0
@@ -117,11 +118,13 @@ def rows(outcomes: Outcomes, turned: Outcomes) -> Verdict:
     uniform = sorted((pair for pair in outcomes if pair[0].kind == "uniform"), key=lambda pair: pair[0].tokens)
     for (small, ours), (large, theirs) in pairwise(uniform):
         for name, array in ours.results.items():
-            compare(name, array, theirs.results[name][: small.tokens], f"T, {small.tokens} or {large.tokens}")
+            other_array = theirs.results[name] if name in whole else theirs.results[name][: small.tokens]
+            compare(name, array, other_array, f"T, {small.tokens} or {large.tokens}")
     by_job = {job: outcome for job, outcome in outcomes}
     for job, other in turned:
         for name, array in by_job[job].results.items():
-            compare(name, array, np.ascontiguousarray(other.results[name][::-1]), f"the order of rows on {job}")
+            reverse = other.results[name] if name in whole else np.ascontiguousarray(other.results[name][::-1])
+            compare(name, array, reverse, f"the order of rows on {job}")
     return Verdict("rows", not detail, (*wrong.items(), ("elements", seen)), detail)
 
 
@@ -231,12 +234,13 @@ def ran(loaded: Loaded, plan: Plan, outcomes: Outcomes) -> Verdict:
         outcomes: every run of it.
     """
     wanted = Counter(kernel.name for kernel in plan.kernels)
+    once = Counter(kernel.name for kernel in plan.kernels if kernel.grid == "once")
     wrong: list[str] = []
     launches = 0
     for job, outcome in outcomes:
         have = Counter(launch.kernel for launch in outcome.launches)
         launches += sum(have.values())
-        if have != (wanted if job.tokens else Counter()):
+        if have != (wanted if job.tokens else once):
             wrong.append(f"on {job} launches were {dict(sorted(have.items()))}, the plan has {dict(wanted)}")
         for launch in outcome.launches:
             kernel = next((k for k in plan.kernels if k.name == launch.kernel), None)
@@ -253,6 +257,8 @@ def ran(loaded: Loaded, plan: Plan, outcomes: Outcomes) -> Verdict:
 def blocks_of(kernel: Kernel, tokens: int) -> int:
     """Thread blocks of one launch."""
     tall = kernel.grid_blocks
+    if kernel.grid == "once":
+        return 1
     wide = tokens if kernel.cluster == 1 else -(-tokens // kernel.tokens_per_cluster(tokens))
     return wide * tall
 

@@ -11,7 +11,7 @@ from mhcgen.models.family import EXITS, Model
 __all__ = ["EXITS", "MODELS", "Model", "model", "register"]
 
 MODELS: dict[str, Model] = {
-    made.name: made for made in (*deepseek.MODELS, *libraries.MODELS, *papers.MODELS) if made.static == ""
+    made.name: made for made in (*deepseek.MODELS, *libraries.MODELS, *papers.MODELS)
 }
 
 

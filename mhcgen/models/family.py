@@ -76,6 +76,11 @@ class Model:
         in_comb = self.iterated and options.get("domain") != "log" and options.get("eps_mode") != "none"
         return in_comb or self.pre_eps is None
 
+    @property
+    def shared_slots(self) -> tuple[str, ...]:
+        """Slots whose tensors are the same for all tokens."""
+        return {"": (), "comb": ("logits", "comb"), "all": ("logits", "comb", "pre", "post")}[self.static]
+
     def refuses_streams(self, n: int) -> str:
         """Why the model does not exist for n streams; empty if it does."""
         return COMB_KINDS[self.comb].streams(n)

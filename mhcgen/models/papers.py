@@ -69,6 +69,20 @@ MODELS = (
         notes=("gates and RMS as in the mHC paper",),
     ),
     Model(
+        "static-mhc",
+        "mHC with a residual map that is the same for every token",
+        hc_eps=0.0,
+        zero_eps=True,
+        comb_options=(("orient", "out"), ("start", "exp"), ("eps_mode", "none"), ("order", "col-row")),
+        pre_eps=0.0,
+        exit="mean",
+        static="comb",
+        notes=(
+            "pre and post as in mhc-paper, of 2n mixes; comb of n*n parameters, made once and not once a token",
+            "logits beyond 40 in magnitude may divide by a sum of zeros in fp32",
+        ),
+    ),
+    Model(
         "circulant-hc",
         "circulant residual map: C[j,k] = softmax(l)[(k - j) mod n]",
         iters=0,

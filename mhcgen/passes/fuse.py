@@ -5,8 +5,9 @@ rowsq   gates   sinkhorn   collapse        --fuse rowsq+gates+sinkhorn,collapse
   k0      k1       k2         k3      ->   k0: rowsq gates sinkhorn      k1: collapse
 ```
 A group is legal if no path between two of its stages leaves it (convexity), it holds no opaque stage, and the
-kernels it leaves can be ordered. Streams that a tap reads are not kept inside. Refusal codes: F-ESCAPE, F-OPAQUE,
-F-TAP, F-UNKNOWN, F-OVERLAP, F-PRESET.
+kernels it leaves can be ordered. Streams that a tap reads are not kept inside, and what runs once for all tokens is
+not joined with what runs once a token. Refusal codes: F-ESCAPE, F-OPAQUE, F-TAP, F-STATIC, F-UNKNOWN, F-OVERLAP,
+F-PRESET.
 
 Deliberately not done here: cost. A legal group is formed because it was asked for.
 """
@@ -45,7 +46,7 @@ def fuse(plan: Plan) -> Plan:
     """Plan -> Plan with kernels.
 
     Raises:
-        RefusedError: F-ESCAPE, F-OPAQUE, F-TAP, F-UNKNOWN, F-OVERLAP or F-PRESET, with the witness path.
+        RefusedError: F-ESCAPE, F-OPAQUE, F-TAP, F-STATIC, F-UNKNOWN, F-OVERLAP or F-PRESET, with the witness path.
     """
     if "fuse" in plan.done:
         return plan
@@ -127,7 +128,7 @@ _TAIL = ("norm", "quant")
 #: Ends of a trunk without gates of their own.
 _EXITS = ("mean", "sum")
 #: kind -> the kind that a preset may ask for in its place.
-_STANDS_FOR = {"comb": "sinkhorn", "first": "collapse"}
+_STANDS_FOR = {"comb": ("sinkhorn",), "first": ("collapse",), "static_gates": ("gates", "rowsq")}
 #: preset -> kinds of a site's group, and kinds without which the preset means nothing.
 _PRESET_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "seed": (("gates", *COMB_STAGES), ("gates", "sinkhorn")),
@@ -153,7 +154,7 @@ def _preset_groups(program: Program, preset: str) -> list[tuple[str, ...]]:
         return []
     wanted, required = _PRESET_KINDS[preset]
     kinds = {stage.kind for stage in program.stages}
-    kinds |= {_STANDS_FOR[kind] for kind in kinds if kind in _STANDS_FOR}
+    kinds |= {other for kind in kinds for other in _STANDS_FOR.get(kind, ())}
     if "head_gates" in kinds and "gates" not in kinds:
         required = tuple(kind for kind in required if kind not in ("gates", "sinkhorn"))
     for kind in required:
@@ -167,7 +168,7 @@ def _preset_groups(program: Program, preset: str) -> list[tuple[str, ...]]:
             )
     groups: dict[str, tuple[str, ...]] = {}
     for index, stage in enumerate(program.stages):
-        if stage.kind in wanted:
+        if stage.kind in wanted and not program.runs_once(stage):
             site = site_of(stage.name)
             if site and stage.kind == "post" and preset in _CROSSING:
                 begins = ("rowsq", "collapse", *_EXITS)
@@ -189,6 +190,16 @@ def check_group(program: Program, group: tuple[str, ...]) -> None:
                 "fuse the stages on one side of it",
                 Witness((name,), "opaque"),
             )
+    once = [name for name in group if program.runs_once(program.stage(name))]
+    if once and len(once) < len(group):
+        other = next(name for name in group if name not in once)
+        raise refuse(
+            "fuse",
+            "F-STATIC",
+            f"group {'+'.join(group)}",
+            f"{once[0]} makes the same for all tokens and runs once, {other} runs once a token",
+            f"leave {', '.join(once)} out of the group",
+        )
     _check_taps(program, group)
     path = escaping_path(program, group)
     if path is not None:

@@ -47,7 +47,8 @@ def geometry(plan: Plan, kernel: Kernel, stages: tuple[Stage, ...], log: list[Lo
         log.append(
             Decision("place", kernel.name, "one warp a token", "it holds no column work; a warp covers the mixes")
         )
-        return replace(kernel, data_warps=0, mix_warp=0, warps=1)
+        once = all(plan.program.runs_once(stage) for stage in stages)
+        return replace(kernel, data_warps=0, mix_warp=0, warps=1, grid="once" if once else "token")
     chunk = _chunk(plan.program)
     if not mixes and not any(kind in REDUCING for kind in kinds):
         return _pointwise(plan, kernel, chunk, log)

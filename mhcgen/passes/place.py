@@ -201,7 +201,8 @@ def _fits_lanes(plan: Plan, kernel: Kernel, slot: str, tensor: str) -> bool:
     inside = [r for r in plan.program.readers.get(tensor, ()) if r in kernel.stages]
     kinds = {plan.program.stage(r).kind for r in inside}
     if slot == "logits":
-        return bool(kinds) and kinds <= set(COMB_STAGES)
+        writer = plan.program.stage(plan.program.writers[tensor])
+        return bool(kinds) and kinds <= set(COMB_STAGES) and writer.kind == "gates"
     return slot == "mixes_scaled" and kinds == {"gates"} and not plan.escapes(kernel, tensor)
 
 

@@ -260,3 +260,37 @@ def head_gates(context: Context, stage: Stage) -> None:
         pre_eps=stage.attr("pre_eps"),
         pre_targets=context.small_targets(pre),
     )
+
+
+def static_gates(context: Context, stage: Stage) -> None:
+    """pre, post and logits that are the same for all tokens: activations of base alone, in shared memory."""
+    pre, post, logits = stage.result("pre"), stage.result("post"), dict(stage.results).get("logits", "")
+    base = context.row(stage.operand("base"))
+    context.step(
+        stage,
+        "strided",
+        "gates_static",
+        "mix",
+        (*context.small_accesses(pre), *context.small_accesses(post)),
+        n=context.n,
+        base=base,
+        pre_eps=stage.attr("pre_eps"),
+        post_mult=stage.attr("post_mult"),
+        pre_act=stage.option("pre_act", "sigmoid"),
+        post_act=stage.option("post_act", "sigmoid"),
+        pre_targets=context.small_targets(pre),
+        post_targets=context.small_targets(post),
+    )
+    if not logits:
+        return
+    context.step(
+        stage,
+        "logits",
+        "logits_static",
+        "mix",
+        context.small_accesses(logits),
+        n=context.n,
+        base=base,
+        size=context.elements(logits),
+        logit_targets=context.small_targets(logits),
+    )
