@@ -26,6 +26,9 @@ def stamp(plan: Plan) -> Plan:
         return plan
     kernels, log = [], list(plan.log)
     for kernel in plan.kernels:
+        if kernel.grid == "once":  # stamps are a token's, and this kernel runs without any
+            kernels.append(kernel)
+            continue
         stamped = _stamp_kernel(kernel)
         kernels.append(stamped)
         log.append(Decision("stamp", kernel.name, ", ".join(stamped.phases), "time stamps were asked for"))
