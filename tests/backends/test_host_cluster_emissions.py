@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
-from host_cases import ORDERS
+from host_cases import ORDERS, signature
 
 import mhcgen
+from mhcgen.backends.host import HostModule
 from mhcgen.inputs import make_inputs
 from mhcgen.runtime import Module, load
 
@@ -65,3 +67,48 @@ def test_fp8_groups_lie_within_a_block() -> None:
     program = mhcgen.build(streams=4, hidden=1024, projection="fma", norm=True, quant="fp8")
     clustered = load(mhcgen.compile(program, "pre-norm-quant", cluster=16), "host", race=True)
     same_bits(load(mhcgen.compile(program), "host"), clustered, 5, *ORDERS)
+
+
+def reported(changes: dict[str, str]) -> set[tuple[str, str]]:
+    """Rules and scopes that race mode reports of a changed emission."""
+    program = mhcgen.build(streams=4, hidden=1024, projection="fma")
+    plan = mhcgen.compile(program, "pre", cluster=16)
+    text = plan.source
+    for old, new in changes.items():
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    changed = load(plan, "host", race=True, source=text)
+    changed(**make_inputs(program, 3, 0))
+    return {(finding.rule, finding.scope) for finding in changed.launches[-1].report.findings}
+
+
+def test_an_emission_that_does_not_wait_for_the_start_of_blocks_is_reported() -> None:
+    halves = {
+        "\n  mhc_cluster_arrive();  // waited": "\n  // waited",
+        "\n  mhc_cluster_wait();  // every": "\n  // every",
+    }
+    assert ("remote-before-start", "across-blocks") in reported(halves)
+
+
+def test_an_emission_whose_arrivals_publish_nothing_is_reported() -> None:
+    assert ("race", "across-blocks") in reported({"mhc_host_cluster_arrive()": "mhc_host_cluster_arrive_relaxed()"})
+
+
+def test_the_largest_cluster_of_the_largest_blocks() -> None:
+    text = """extern "C" __global__ void k(int* o) {
+  __shared__ int s[1024];
+  const int t = threadIdx.x;
+  s[t] = blockIdx.x;
+  mhc_host_cluster_arrive();
+  mhc_host_cluster_wait();
+  o[blockIdx.x * 1024 + t] = *static_cast<int*>(mhc_host_map_shared_rank(s + t, t % 16));
+  mhc_host_cluster_arrive();
+  mhc_host_cluster_wait();
+}
+"""
+    host = HostModule(text, [signature("k", o="int*")], race=True)
+    o = np.zeros((16, 1024), np.int32)
+    for order in ORDERS:
+        report = host.launch("k", 16, 1024, [o], cluster=16, order=order)
+        assert report.ok, report.text
+        assert (o == np.arange(1024) % 16).all()

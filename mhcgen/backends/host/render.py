@@ -111,7 +111,8 @@ class Renderer:
         frames = self._info.frames(pc - 1) if pc else ()  # the call is just before the return address
         inside = [frame.line for frame in frames if frame.file == self._file]
         if inside:
-            return self._file, inside[0], tuple(inside[1:])
+            # Calls that the compiler has merged have no line of their own; the runtime knows which one it was.
+            return self._file, inside[0] or line, tuple(inside[1:])
         if line:
             return self._file, line, ()
         return (frames[0].file, frames[0].line, ()) if frames else ("", 0, ())
