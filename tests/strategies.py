@@ -237,17 +237,26 @@ def legal_groups(draw: st.DrawFn, made: Program) -> tuple[tuple[str, ...], ...]:
     key = {s.name: draw(st.integers(0, 9)) for s in made.stages}
     order = nx.lexicographical_topological_sort(made.graph, key=lambda name: f"{key[name]}{name}")
     groups: list[list[str]] = [[]]
-    tapped = {tensor for tap in made.stages_of_kind("tap") for tensor in tap.reads}
     for name in order:
         if made.stage(name).kind in OPAQUE_KINDS:
             groups.append([])
-        else:
-            if draw(st.integers(0, 3)) == 0:
-                groups.append([])
-            groups[-1].append(name)
-            if any(tensor in tapped for tensor in made.stage(name).writes):
-                groups.append([])  # streams that a tap reads are not kept inside a kernel
+            continue
+        if draw(st.integers(0, 3)) == 0 or not may_join(made, groups[-1], name):
+            groups.append([])
+        groups[-1].append(name)
     return tuple(tuple(group) for group in groups if group)
+
+
+def may_join(made: Program, group: list[str], name: str) -> bool:
+    """Whether a stage may follow in a group: not streams that a tap looks at between, and not once with per token."""
+
+    def once(stage_name: str) -> bool:
+        found = made.stage(stage_name)
+        return not any("T" in made.tensor(tensor).shape for tensor in (*found.reads, *found.writes))
+
+    tapped = {tensor for tap in made.stages_of_kind("tap") for tensor in tap.reads}
+    written = {tensor for member in group for tensor in made.stage(member).writes}
+    return all(once(member) == once(name) for member in group) and not tapped & written & set(made.stage(name).reads)
 
 
 def wish(groups: tuple[tuple[str, ...], ...]) -> str:

@@ -29,8 +29,10 @@ from mhcgen.plan import Sync, edit_sync
 
 ROOT = Path(emit.__file__).parent / "templates"
 ALL_TEMPLATES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.j2"))
+#: Faults that the gate plants by name; no plan asks for them.
+FAULTS = ("steps/comb_direct_transposed.cu.j2",)
 #: Those of kernels; the ones of the C interface are used by test_abi.py.
-TEMPLATES = [name for name in ALL_TEMPLATES if not name.startswith("abi/")]
+TEMPLATES = [name for name in ALL_TEMPLATES if not name.startswith("abi/") and name not in FAULTS]
 
 
 def parsed(template: str) -> nodes.Template:
@@ -133,6 +135,7 @@ def rendered() -> dict[str, list[tuple[Fields, set[str]]]]:
 
 def test_every_template_is_used_by_some_plan() -> None:
     assert sorted(set(TEMPLATES) - set(rendered())) == []
+    assert not set(FAULTS) & set(rendered())
 
 
 @pytest.mark.parametrize("template", TEMPLATES)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from mhcgen.errors import InputError, UsageError
 from mhcgen.ir import Program
 from mhcgen.models import model as find_model
 from mhcgen.stages import COMB_STAGES
-from mhcgen.topology import Topology
+from mhcgen.topology import Topology, read_topology
 from mhcgen.torch import functions as F
 from mhcgen.torch.operations import OPERATIONS, program_of
 from mhcgen.torch.setup import Setup
@@ -354,6 +355,31 @@ class HyperConnectionStack(_Sites):
             n, hidden = topology.streams, topology.hidden
             self._add("head", {"fn": (n, n * hidden), "base": (n,), "scale": (1,)})
             self._reset_head()
+
+    @classmethod
+    def from_config(
+        cls,
+        path: str | Path,
+        branches: Sequence[tuple[nn.Module, nn.Module]],
+        *,
+        model: str | None = None,
+        exit: str | None = None,
+        **options: Any,
+    ) -> HyperConnectionStack:
+        """From a model configuration; model and exit as in `mhcgen.topology.read_topology`, options as above.
+
+        Raises:
+            InputError: `I-CONFIG`, `I-TRUNK`; `I-SERIAL` where the trunk has plain residuals.
+        """
+        topology = read_topology(path, model=model, exit=exit)
+        if topology is None:
+            raise InputError(
+                "I-SERIAL",
+                "this trunk has plain residuals: there are no hyper-connections here",
+                where=str(path),
+                hints=("mhcgen.topology.read_topology gives None for such a trunk",),
+            )
+        return cls(branches, topology, **options)
 
     def _reset_head(self) -> None:
         with torch.no_grad():

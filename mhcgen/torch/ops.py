@@ -123,7 +123,11 @@ def _define(operation: Operation) -> None:
 
     def into(run: Callable[..., Any]) -> Callable[..., None]:
         def implementation(*args: Any, **outs: Tensor) -> None:
-            run(operation, args[:count], args[count], [outs[f"out_{o}"] for o in operation.outputs])
+            written = [outs[f"out_{output}"] for output in operation.outputs]
+            run(operation, args[:count], args[count], written)
+            for tensor in written:
+                if not tensor.is_inference():  # so that autograd sees a saved tensor change
+                    torch.autograd.graph.increment_version(tensor)
 
         return implementation
 
