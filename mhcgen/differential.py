@@ -220,7 +220,7 @@ def _run(folder: Path, name: str, given: dict[str, Array], tokens: int, backend:
         written = [p["tensor"] for p in step["parameters"] if p.get("access") == "write" and "tensor" in p]
         for tensor in written:
             values[tensor] = poison(program.shape(tensor, tokens), program.tensor(tensor).dtype)
-        if tokens:
+        if tokens or step["grid"][0] == 1:  # one block for all tokens
             launched.append(step["kernel"])
             complaints += _launch(module, backend, step, values, tokens)
         for tensor in written:
@@ -236,7 +236,7 @@ def _run(folder: Path, name: str, given: dict[str, Array], tokens: int, backend:
 def _launch(module: Any, backend: str, step: dict[str, Any], values: dict[str, Array], tokens: int) -> list[str]:
     """One launch; results replace their poison in `values`."""
     kernel = step["kernel"]
-    per_cluster = min(step.get("tokens_per_cluster", 1), tokens)
+    per_cluster = max(1, min(step.get("tokens_per_cluster", 1), tokens))
     grid = _sizes(step["grid"], -(-tokens // per_cluster))
     scalars = {"tokens": tokens, "per_cluster": per_cluster}
     options = {"cluster": tuple(step["cluster"])} if "cluster" in step else {}

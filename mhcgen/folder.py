@@ -210,7 +210,7 @@ def _kernel(plan: Plan, kernel: Kernel) -> dict[str, Any]:
     found: dict[str, Any] = {
         "kernel": kernel.name,
         "stages": list(kernel.stages),
-        "grid": ["T", blocks, 1],
+        "grid": [1 if kernel.grid == "once" else "T", blocks, 1],
         "threads": kernel.threads,
         "shared_bytes": kernel.shared_bytes,
     }
