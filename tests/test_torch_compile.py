@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'mhcgen[torch]'")
+pytest.importorskip("torch", reason="torch is not installed: pip install 'mhcgen[torch]'")
 
-from torch_cases import CASES, IDS, SMALL, as_tuple, inputs, no_compiler  # noqa: E402
+import torch
+from torch_cases import CASES, IDS, SMALL, as_tuple, inputs, no_compiler
 
-import mhcgen.torch as mhc  # noqa: E402
-from mhcgen.torch import OPERATIONS, Setup  # noqa: E402
-from mhcgen.torch.ops import INTEGRAL  # noqa: E402
+import mhcgen.torch as mhc
+from mhcgen.torch import OPERATIONS, Setup
+from mhcgen.torch.ops import INTEGRAL
 
 
 @pytest.fixture(autouse=True)

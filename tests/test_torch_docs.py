@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
+import pkgutil
 import re
 import subprocess
 import sys
@@ -10,6 +13,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'mhcgen[torch]'")
+
+import mhcgen.torch
 
 ROOT = Path(__file__).parents[1]
 
@@ -29,3 +34,13 @@ def test_every_operation_is_on_the_page() -> None:
 
     text = (ROOT / "docs" / "pytorch.md").read_text(encoding="utf-8")
     assert [name for name in OPERATIONS if f"`{name}`" not in text] == []
+
+
+def test_examples_in_docstrings() -> None:
+    """`make test` leaves this package out, since it has no torch."""
+    tried = 0
+    for found in pkgutil.iter_modules(mhcgen.torch.__path__, "mhcgen.torch."):
+        failed, ran = doctest.testmod(importlib.import_module(found.name))
+        assert failed == 0, found.name
+        tried += ran
+    assert tried

@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'mhcgen[torch]'")
+pytest.importorskip("torch", reason="torch is not installed: pip install 'mhcgen[torch]'")
 
-from torch_cases import CASES, IDS, as_tuple, inputs, no_compiler  # noqa: E402
+import torch
+from torch_cases import CASES, IDS, as_tuple, inputs, no_compiler
 
-import mhcgen.torch as mhc  # noqa: E402
-from mhcgen.errors import InputError, InputTypeError  # noqa: E402
-from mhcgen.torch import OPERATIONS, Setup, operator  # noqa: E402
-from mhcgen.torch.cpu import as_numpy  # noqa: E402
+import mhcgen.torch as mhc
+from mhcgen.errors import InputError, InputTypeError
+from mhcgen.torch import OPERATIONS, Setup, operator
+from mhcgen.torch.cpu import as_numpy
 
 pytestmark = [
     pytest.mark.gpu,

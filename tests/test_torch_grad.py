@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'mhcgen[torch]'")
+pytest.importorskip("torch", reason="torch is not installed: pip install 'mhcgen[torch]'")
 
-from torch_cases import CASES, IDS, SMALL, as_tuple, inputs, no_compiler  # noqa: E402
+import torch
+from torch_cases import CASES, IDS, SMALL, as_tuple, inputs, no_compiler
 
-import mhcgen.torch as mhc  # noqa: E402
-from mhcgen.errors import UsageError  # noqa: E402
-from mhcgen.torch import OPERATIONS, Setup, operator  # noqa: E402
-from mhcgen.torch.ops import INTEGRAL  # noqa: E402
+import mhcgen.torch as mhc
+from mhcgen.errors import UsageError
+from mhcgen.torch import OPERATIONS, Setup, operator
+from mhcgen.torch.ops import INTEGRAL
 
 TINY = Setup("deepseek-v4", streams=3, hidden=4, iters=3)
 

@@ -12,16 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'mhcgen[torch]'")
+pytest.importorskip("torch", reason="torch is not installed: pip install 'mhcgen[torch]'")
 
-from torch_cases import CASES, IDS, SMALL, as_tuple, call, inputs, no_compiler  # noqa: E402
+import torch
+from torch_cases import CASES, IDS, SMALL, as_tuple, call, inputs, no_compiler
 
-import mhcgen.torch as mhc  # noqa: E402
-from mhcgen.errors import InputError, InputTypeError  # noqa: E402
-from mhcgen.plan import Plan  # noqa: E402
-from mhcgen.runners import HostRunner  # noqa: E402
-from mhcgen.torch import OPERATIONS, Setup, launch  # noqa: E402
-from mhcgen.torch.cpu import as_numpy  # noqa: E402
+import mhcgen.torch as mhc
+from mhcgen.errors import InputError, InputTypeError
+from mhcgen.plan import Plan
+from mhcgen.runners import HostRunner
+from mhcgen.torch import OPERATIONS, Setup, launch
+from mhcgen.torch.cpu import as_numpy
 
 STREAM = 0x77
 #: Where a CPU tensor says it is.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,17 +14,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'mhcgen[torch]'")
+pytest.importorskip("torch", reason="torch is not installed: pip install 'mhcgen[torch]'")
 
-from torch import nn  # noqa: E402
-from torch_cases import no_compiler  # noqa: E402
+import torch
+from torch import nn
+from torch_cases import no_compiler
 
-import mhcgen.torch as mhc  # noqa: E402
-from mhcgen import reference  # noqa: E402
-from mhcgen.errors import InputError, InputTypeError, UsageError  # noqa: E402
-from mhcgen.models import model as find_model  # noqa: E402
-from mhcgen.topology import Topology  # noqa: E402
-from mhcgen.torch.modules import initial_base  # noqa: E402
+import mhcgen.torch as mhc
+from mhcgen import reference
+from mhcgen.errors import InputError, InputTypeError, UsageError
+from mhcgen.models import model as find_model
+from mhcgen.topology import Topology
+from mhcgen.torch.modules import initial_base
 
 ROOT = Path(__file__).parents[1]
 HIDDEN = 16
@@ -329,6 +331,21 @@ def test_one_layer_and_one_site_of_a_checkpoint(tmp_path: Path) -> None:
         f"hc_ffn_{p}" for p in ("fn", "base", "scale")
     }
     assert torch.equal(site.hc_ffn_fn, made.layers[1].hc_ffn_fn.to(torch.bfloat16).float())
+
+
+def test_a_trunk_from_a_model_configuration(tmp_path: Path) -> None:
+    config = {"model_type": "deepseek_v4", "hidden_size": HIDDEN, "num_hidden_layers": 2, "hc_mult": 4,
+              "hc_sinkhorn_iters": 7, "hc_eps": 1e-5, "rms_norm_eps": 1e-4}  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    branches = [(nn.Identity(), nn.Identity()) for _ in range(2)]
+    made = mhc.HyperConnectionStack.from_config(path, branches, norm=True, dtype="bf16")
+    of = made.layers[1].setup.config
+    assert (of.iters, of.hc_eps, of.rms_eps, of.dtype, made.topology.exit) == (7, 1e-5, 1e-4, "bf16", "head")
+    path.write_text(json.dumps({key: value for key, value in config.items() if not key.startswith("hc_")}))
+    with pytest.raises(InputError) as error:
+        mhc.HyperConnectionStack.from_config(path, branches)
+    assert error.value.code == "I-SERIAL"
 
 
 # ---- refusals -------------------------------------------------------------------------------------------

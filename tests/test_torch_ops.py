@@ -8,15 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'mhcgen[torch]'")
+pytest.importorskip("torch", reason="torch is not installed: pip install 'mhcgen[torch]'")
 
-from torch_cases import CASES, IDS, SMALL, as_tuple, call, inputs, no_compiler  # noqa: E402
+import torch
+from torch_cases import CASES, IDS, SMALL, as_tuple, call, inputs, no_compiler
 
-import mhcgen.torch as mhc  # noqa: E402
-from mhcgen.api import compile  # noqa: E402
-from mhcgen.errors import InputError, InputTypeError, MhcgenError, UsageError  # noqa: E402
-from mhcgen.torch import OPERATIONS, Setup, operator  # noqa: E402
-from mhcgen.torch.cpu import as_numpy  # noqa: E402
+import mhcgen.torch as mhc
+from mhcgen.api import compile
+from mhcgen.errors import InputError, InputTypeError, MhcgenError, UsageError
+from mhcgen.torch import OPERATIONS, Setup, operator
+from mhcgen.torch.cpu import as_numpy
 
 BF16 = Setup("deepseek-v4", hidden=16, iters=3, dtype="bf16")
 V41 = Setup("deepseek-v4.1", hidden=16, iters=3)
@@ -199,6 +200,17 @@ def test_out_records_no_gradient() -> None:
     assert error.value.code == "I-GRAD"
     with torch.no_grad():
         mhc.mean(x, setup=SMALL, out=torch.empty(3, 16))
+
+
+def test_autograd_sees_that_out_changed_a_saved_tensor() -> None:
+    y = torch.ones(3, 16)
+    leaf = torch.ones(3, 16, requires_grad=True)
+    product = (leaf * y).sum()
+    mhc.mean(inputs("mean")[0], setup=SMALL, out=y)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+    with torch.inference_mode():
+        mhc.mean(inputs("mean")[0], setup=SMALL, out=torch.empty(3, 16))
 
 
 # ---- empty batches --------------------------------------------------------------------------------------
