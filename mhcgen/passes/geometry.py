@@ -158,6 +158,10 @@ def _cluster_geometry(plan: Plan, kernel: Kernel, kinds: set[str], chunk: int, l
         reason = "the leader of a token needs rowsq and gates in the kernel"
     elif any(t.shape == STREAM_LAST for t in program.tensors):
         reason = "the streams lie side by side, and a cluster reads them stream by stream"
+    elif not _one_site(plan.kernel_stages(kernel)):
+        reason = "a cluster works on one site: one stage of each kind, each fed by the one before"
+    elif unlike := _unlike(program, plan.kernel_stages(kernel)):
+        reason = unlike
     elif not parse_arch(options.arch).facts.has_cluster:
         reason = f"{options.arch} has no clusters"
     elif options.slab == "registers" or options.sync == "block":
@@ -208,6 +212,43 @@ def _cluster_geometry(plan: Plan, kernel: Kernel, kinds: set[str], chunk: int, l
         tokens=tokens,
         rows_per_warp=rows,
     )
+
+
+#: (reader, its operand, writer, its result): what one site hands on inside a cluster.
+_LINKS = (
+    ("rowsq", "mixes", "project", "mixes"),
+    ("gates", "mixes_scaled", "rowsq", "mixes_scaled"),
+    ("sinkhorn", "logits", "gates", "logits"),
+    ("norm", "y", "collapse", "y"),
+    ("quant", "z", "norm", "z"),
+    ("project", "x", "post", "x_next"),
+)
+
+
+def _one_site(stages: tuple[Stage, ...]) -> bool:
+    """Whether stages are one site's: no kind twice, linked, and all reading the same streams."""
+    by_kind = {stage.kind: stage for stage in stages}
+    streams = {s.operand("x") for kind, s in by_kind.items() if kind in ("project", "rowsq", "collapse")}
+    if len(by_kind) < len(stages) or len(streams) > 1:
+        return False
+    for reader, slot, writer, result in _LINKS:
+        # Streams may be given; everything else that is read comes from the stage before.
+        if reader in by_kind and (writer in by_kind or writer != "post"):
+            made = dict(by_kind[writer].results).get(result) if writer in by_kind else None
+            if dict(by_kind[reader].operands).get(slot) != made:
+                return False
+    return True
+
+
+def _unlike(program: Program, stages: tuple[Stage, ...]) -> str:
+    """Why a cluster cannot read what these stages read; empty where it can."""
+    for stage in stages:
+        if stage.kind == "post" and len({program.tensor(t).dtype for t in (*stage.reads[:2], *stage.writes)}) > 1:
+            return "a cluster reads streams and branch output of the dtype that it writes"
+        coefficients = [name for slot, name in stage.operands if slot in ("pre", "post", "comb")]
+        if any("T" not in program.tensor(name).shape for name in coefficients):
+            return "a cluster reads coefficients of each token"
+    return ""
 
 
 def _cluster_warps(n: int, run: int, chunk: int, rows: int, threads: int | None) -> tuple[int, int] | None:
