@@ -398,6 +398,11 @@ def _streaming(plan: Plan, kernel: Kernel, mixes: bool, chunk: int, log: list[Lo
             "a Sinkhorn warp of its own leaves no data warp in this block",
             "use at least 64 threads, or --mix-warp shared",
         )
+    # post holds a chunk of all streams beside the branch output and the coefficients.
+    if any(stage.kind == "post" for stage in plan.kernel_stages(kernel)):
+        have = registers_per_thread(data_warps + extra) - WORKING_REGISTERS
+        while chunk > 1 and plan.program.dim("n") * chunk > have:
+            chunk //= 2
     run = _run(hidden, data_warps * 32, _least_run(plan.kernel_stages(kernel), chunk))
     log.append(
         Decision(
