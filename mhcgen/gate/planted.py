@@ -182,22 +182,6 @@ def _some_iterations(program: Program, tokens: int) -> bool:
     return all(stage.attr("iters") <= 100 for stage in program.stages_of_kind("sinkhorn"))
 
 
-def _iterations(by: int) -> Wrong:
-    def wrong(stage: Stage, operands: Arrays) -> Mapping[str, Array] | None:
-        if stage.kind != "sinkhorn" or stage.attr("iters") + by < 1:
-            return None
-        n = round(operands["logits"].shape[-1] ** 0.5)
-        made = reference.evaluate(_with(stage, iters=stage.attr("iters") + by), operands, {"n": n})
-        return {"comb": np.asarray(made["comb"], dtype=np.float64)}
-
-    return wrong
-
-
-def _some_iterations(program: Program, tokens: int) -> bool:
-    """After k iterations one more moves the slowest matrix by about 1 / (2 k^2)."""
-    return all(stage.attr("iters") <= 100 for stage in program.stages_of_kind("sinkhorn"))
-
-
 def _several(program: Program, tokens: int) -> bool:
     return tokens > 1
 
@@ -221,10 +205,6 @@ PLANTED: dict[str, tuple[Planted, ...]] = {
     "D10": (Planted("another row's norm", _rowsq(_borrowed), _several),),
     "D12": (Planted("eps lost", _rowsq(_eps_lost)),),
     "deep": (_UNSTABLE,),
-    "slow": (
-        Planted("an iteration too few", _iterations(-1), _some_iterations),
-        Planted("an iteration too many", _iterations(1), _some_iterations),
-    ),
     "slow": (
         Planted("an iteration too few", _iterations(-1), _some_iterations),
         Planted("an iteration too many", _iterations(1), _some_iterations),
