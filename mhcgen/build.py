@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from mhcgen.arithmetic import Arithmetic
 from mhcgen.chain import Builder, between, branch, head_chain, post, pre_chain, tail_results
 from mhcgen.errors import UsageError
@@ -113,6 +111,11 @@ def configure(model: str = "deepseek-v4", **given: object) -> Config:
 
 def _plain(value: object) -> object:
     """numpy's scalars and 0-d arrays as Python's numbers; a narrow float as the shortest decimal that names it."""
+    # Whoever passes one of numpy's scalars has imported it; the command line starts without.
+    if type(value).__module__ != "numpy":
+        return value
+    import numpy as np
+
     if isinstance(value, np.ndarray) and value.ndim == 0:
         value = value[()]
     if isinstance(value, np.floating):
