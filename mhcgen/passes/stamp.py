@@ -95,12 +95,19 @@ def _stamp_kernel(kernel: Kernel) -> Kernel:
     return replace(kernel, body=tuple(body), phases=tuple(phases))
 
 
+def _template(kernel: Kernel) -> str:
+    """One block stamps for a token: its only one, the leader of its cluster, or the first of those that share it."""
+    if kernel.cluster > 1:
+        return "stamp_leader"
+    return "stamp_first" if kernel.columns is not None and kernel.columns.blocks > 1 else "stamp"
+
+
 def _step(kernel: Kernel, team: str, index: int, count: int) -> Step:
     thread = 32 * kernel.team(team).first_warp
     return Step(
         name=f"stamp.{index}",
         stage="",
-        template="stamp_leader" if kernel.cluster > 1 else "stamp",
+        template=_template(kernel),
         team=team,
         fields=(("index", index), ("stamps_of", count), ("thread", thread)),
         constant=True,  # nothing that a predecessor writes is read; its stamps are an array of its own
