@@ -259,11 +259,6 @@ def _indexes(plan: Plan, kernel: Kernel) -> tuple[str, ...]:
             "if (blockIdx.x > 0) return;  // the same for every token",
             "[[maybe_unused]] const long long token = 0;",
         ]
-    if kernel.grid == "once":
-        found = [
-            "if (blockIdx.x > 0) return;  // the same for every token",
-            "[[maybe_unused]] const long long token = 0;",
-        ]
     if kernel.grid == "token_rows":
         found.append("const int row_first = (int)blockIdx.y;  // the row of fn of this block")
     if c is not None and c.blocks > 1:

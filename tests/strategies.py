@@ -273,7 +273,7 @@ def schedules(draw: st.DrawFn) -> dict[str, Any]:
         "threads": draw(st.sampled_from([None, None, 32, 64, 96, 256, 512, 1024])),
         "slab": draw(st.sampled_from(["auto", "auto", "registers", "global"])),
         "mix_warp": draw(st.sampled_from(["auto", "own", "shared"])),
-        "cluster": draw(st.sampled_from([None, None, None, 1, 2, 4])),
+        "cluster": draw(st.sampled_from([None] * 9 + [1, 2, 4])),
         "scalar": draw(st.booleans()),
         "stamps": draw(st.sampled_from([False, False, True])),
         "dependent": draw(st.sampled_from([False, False, True])),

@@ -139,7 +139,7 @@ def project(context: ClusterContext, stage: Stage) -> None:
         "total",
         "cluster_project_total",
         "mix",
-        (Access(ranks, False), *context.small_accesses(mixes)),
+        (Access(ranks, False), *context.small_accesses(mixes, own=True)),
         into=context.totals,
         ranks=ranks,
         rows=rows,
@@ -242,6 +242,16 @@ def gates(context: ClusterContext, stage: Stage) -> None:
     mix.gates(context, stage, without_pre=True)
 
 
+def _column_source(
+    context: ClusterContext, tensor: str
+) -> tuple[dict[str, Any], tuple[Access, ...], tuple[Declare, ...]]:
+    """A run too long for registers is read back from the row of token k, which this warp wrote."""
+    fields, accesses, declares = context.column_source(tensor)
+    if context.place(tensor).space != "thread":
+        fields["column"] = f"({context.first_row(tensor)} + (long long)k * {context.hidden})"
+    return fields, accesses, declares
+
+
 def _column_sinks(
     context: ClusterContext, tensor: str
 ) -> tuple[dict[str, Any], tuple[Access, ...], tuple[Declare, ...]]:
@@ -281,7 +291,7 @@ def norm(context: ClusterContext, stage: Stage) -> None:
     kernel, c = context.kernel, context.columns
     acc = {"fp32": "float", "fp64": "double"}[stage.attr("acc")]
     ranks = context.share(f"s_{identifier(stage.name)}_ranks", acc, kernel.tokens * kernel.cluster)
-    source, reads, declares = context.column_source(stage.operand("y"))
+    source, reads, declares = _column_source(context, stage.operand("y"))
     context.step(
         stage,
         "partial",
@@ -320,7 +330,7 @@ def norm(context: ClusterContext, stage: Stage) -> None:
 def quant(context: ClusterContext, stage: Stage) -> None:
     """q = round(z / scale); a group lies within one block's slice and one warp."""
     group, run = stage.attr("group"), context.columns.run
-    source, reads, declares = context.column_source(stage.operand("z"))
+    source, reads, declares = _column_source(context, stage.operand("z"))
     scheme = stage.attr("scheme") + ("_pow2" if stage.attr("pow2") else "")
     context.step(
         stage,
