@@ -54,7 +54,7 @@ def tensors_for(name: str, grad: bool) -> list[torch.Tensor | None]:
 def function(name: str, tensors: list[torch.Tensor | None]) -> Callable[[], Any]:
     """The public function on these tensors."""
     call, names = getattr(mhc, name), mhc.OPERATIONS[name].names
-    keywords = {"mixes", "pre_prev"} if name != "finish" else {"pre_prev"}
+    keywords = {"comb_logits", "pre_prev"} | ({"mixes"} if name != "finish" else set())
     positional = [t for n, t in zip(names, tensors, strict=True) if n not in keywords]
     return lambda: call(*positional, setup=SETUP)
 

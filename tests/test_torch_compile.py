@@ -30,7 +30,7 @@ def function(name: str) -> Any:
     """The public function of an operation, of positional tensors."""
     call = getattr(mhc, name)
     names = OPERATIONS[name].names
-    keywords = ("mixes", "pre_prev") if "fn" in names and "f" not in names else ("pre_prev",)
+    keywords = ["comb_logits", "pre_prev", *(["mixes"] if name != "finish" else [])]
 
     def run(*tensors: Any) -> Any:
         named = dict(zip(names, tensors, strict=True))
@@ -66,7 +66,7 @@ def test_inductor() -> None:
         made = mhc.pre(x, fn, scale, base, setup=setup)
         return mhc.post(x, torch.tanh(made.y), made.post, made.comb, setup=setup)
 
-    x, fn, _, scale, base, _ = inputs("pre", setup, grad=True)
+    x, fn, _, scale, base, *_ = inputs("pre", setup, grad=True)
     found = []
     for run in (torch.compile(site, fullgraph=True), site):
         y = run(x, fn, scale, base)
@@ -118,7 +118,7 @@ def test_export() -> None:
             made = mhc.pre(x, fn, scale, base, setup=SMALL)
             return mhc.post(x, made.y, made.post, made.comb, setup=SMALL)
 
-    x, fn, _, scale, base, _ = inputs("pre")
+    x, fn, _, scale, base, *_ = inputs("pre")
     tokens = torch.export.Dim("tokens", min=2, max=64)
     program = torch.export.export(Block(), (x, fn, scale, base), dynamic_shapes=({0: tokens}, None, None, None))
     longer = torch.randn(9, 4, 16)

@@ -113,7 +113,7 @@ def test_no_tokens(name: str) -> None:
 # ---- streams and waiting --------------------------------------------------------------------------------
 def test_work_is_on_the_current_stream_and_nothing_waits() -> None:
     mhc.warm_up(SETUP, ["pre", "post"])
-    x, fn, _, scale, base, _ = on_gpu(inputs("pre", SETUP, tokens=4))
+    x, fn, _, scale, base, *_ = on_gpu(inputs("pre", SETUP, tokens=4))
     wanted = mhc.pre(x, fn, scale, base, setup=SETUP)
     late = torch.zeros_like(x)
     side = torch.cuda.Stream()
@@ -173,7 +173,7 @@ def test_tensors_on_another_device_than_the_current_one() -> None:
 def test_a_captured_graph_outlives_what_comes_after() -> None:
     setup = SETUPS["bf16"]
     mhc.warm_up(setup, ["pre", "post"])
-    x, fn, _, scale, base, _ = on_gpu(inputs("pre", setup, tokens=8))
+    x, fn, _, scale, base, *_ = on_gpu(inputs("pre", setup, tokens=8))
     before = mhc.compile_count()
 
     def site(x: Any) -> Any:
@@ -220,7 +220,7 @@ def test_a_capture_may_compile_too() -> None:
 
 def test_given_results_allocate_nothing() -> None:
     mhc.warm_up(SETUP, ["pre"])
-    x, fn, _, scale, base, _ = on_gpu(inputs("pre", SETUP, tokens=6))
+    x, fn, _, scale, base, *_ = on_gpu(inputs("pre", SETUP, tokens=6))
     wanted = mhc.pre(x, fn, scale, base, setup=SETUP)
     out = mhc.Site(*(torch.full_like(t, torch.nan) for t in wanted))
     mhc.pre(x, fn, scale, base, setup=SETUP, out=out)
@@ -235,7 +235,7 @@ def test_given_results_allocate_nothing() -> None:
 # ---- compiled, trained, refused ---------------------------------------------------------------------------
 def test_compiled_by_inductor() -> None:
     tensors = inputs("pre", SETUP, tokens=6, device="cuda", grad=True)
-    x, fn, _, scale, base, _ = tensors
+    x, fn, _, scale, base, *_ = tensors
 
     def site(x: Any, fn: Any, scale: Any, base: Any) -> Any:
         made = mhc.pre(x, fn, scale, base, setup=SETUP)
@@ -296,7 +296,7 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def test_refusals() -> None:
-    x, fn, _, scale, base, _ = on_gpu(inputs("pre", SETUP))
+    x, fn, _, scale, base, *_ = on_gpu(inputs("pre", SETUP))
     mhc.pre(x, fn, scale, base, setup=SETUP)
     cases: list[tuple[list[Any], str]] = [
         ([x, fn.cpu(), scale, base], "I-DEVICE"),

@@ -23,9 +23,10 @@ from torch_cases import no_compiler
 import mhcgen.torch as mhc
 from mhcgen import reference
 from mhcgen.errors import InputError, InputTypeError, UsageError
+from mhcgen.models import MODELS
 from mhcgen.models import model as find_model
 from mhcgen.topology import Topology
-from mhcgen.torch.modules import initial_base
+from mhcgen.torch.modules import initial_values
 
 ROOT = Path(__file__).parents[1]
 HIDDEN = 16
@@ -62,8 +63,9 @@ def by_reference(made: Any, e: np.ndarray[Any, Any], **config: Any) -> np.ndarra
     for number, layer in enumerate(made.layers):
         for site in ("attn", "ffn"):
             at = f"{number}.{site}"
-            for part in ("fn", "base", "scale"):
-                inputs[f"{at}.{part}"] = getattr(layer, f"hc_{site}_{part}").detach().numpy()
+            for part in ("fn", "base", "scale", "comb_logits"):
+                if layer.part(site, part) is not None:
+                    inputs[f"{at}.{part}"] = layer.part(site, part).detach().numpy()
             if made.norm:
                 inputs[f"{at}.norm_weight"] = layer.norm_weight(site).detach().numpy()
             linear = getattr(layer, site)
@@ -76,7 +78,8 @@ def by_reference(made: Any, e: np.ndarray[Any, Any], **config: Any) -> np.ndarra
 
 
 TRUNKS = [("deepseek-v4", "head"), ("deepseek-v4", "mean"), ("glm-5.3-flash", "mean"), ("deepseek-v4.1", "pre"),
-          ("deepseek-v4.1", "mean"), ("mhc-lite", "sum"), ("transformer-engine", "mean")]  # fmt: skip
+          ("deepseek-v4.1", "mean"), ("mhc-lite", "sum"), ("transformer-engine", "mean"), ("plain-hc", "sum"),
+          ("static-mhc", "mean"), ("mhc.cu-static", "mean")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("model", "exit"), TRUNKS, ids=lambda value: str(value))
@@ -135,8 +138,9 @@ def test_one_site_and_one_layer_are_parts_of_a_trunk(model: str) -> None:
 
 def test_a_site_starts_as_a_plain_residual() -> None:
     """pre gates read the mean of the streams, post gates are 1, and the matrix is near the identity."""
-    for model in ("deepseek-v4", "glm-5.3-flash", "liger", "megatron", "mhc-lite", "kromhc", "ihc", "dhc",
-                  "circulant-hc", "mhc-paper", "transformer-engine"):  # fmt: skip
+    for model in MODELS:
+        if find_model(model).delayed_pre:
+            continue
         torch.manual_seed(0)
         setup = mhc.Setup(model, hidden=HIDDEN)
         site = mhc.HyperConnection(nn.Linear(HIDDEN, HIDDEN), setup)
@@ -148,14 +152,14 @@ def test_a_site_starts_as_a_plain_residual() -> None:
         last = find_model(model).stream_last
         streams = made.unbind(2 if last else 1)
         for stream in streams:
-            # circulant: the diagonal of a softmax is 1 - 3e-3 here
-            torch.testing.assert_close(stream, wanted, rtol=0.02, atol=0.02)
+            # circulant: the diagonal of a softmax is 1 - 1e-3 here; tileops: sums reach 1 - eps, and eps is 0.02
+            torch.testing.assert_close(stream, wanted, rtol=0.03, atol=0.03)
 
 
 def test_bases_of_one_stream() -> None:
     from mhcgen.build import build
 
-    base = initial_base(build("deepseek-v4", streams=1, hidden=8))
+    base = initial_values(build("deepseek-v4", streams=1, hidden=8))["base"]
     assert float(torch.sigmoid(base[0])) > 0.999
 
 

@@ -16,6 +16,7 @@ from torch_cases import CASES, IDS, SMALL, as_tuple, call, inputs, no_compiler
 import mhcgen.torch as mhc
 from mhcgen.api import compile
 from mhcgen.errors import InputError, InputTypeError, MhcgenError, UsageError
+from mhcgen.models import MODELS
 from mhcgen.torch import OPERATIONS, Setup, operator
 from mhcgen.torch.cpu import as_numpy
 
@@ -102,8 +103,7 @@ def test_plain_torch_agrees_with_the_executor(name: str, gemm: bool) -> None:
 
 
 @needs_executor
-@pytest.mark.parametrize("model", ["liger", "megatron", "mhc-lite", "kromhc", "ihc", "dhc", "circulant-hc", "tileops",
-                                   "transformer-engine", "mhc.cu", "mhc-paper"])  # fmt: skip
+@pytest.mark.parametrize("model", sorted(MODELS))
 def test_every_model_agrees_on_both_paths(model: str) -> None:
     setup = Setup(model, hidden=16)
     for name in ("pre_norm", "boundary"):
@@ -168,7 +168,7 @@ def test_a_path_that_does_not_exist() -> None:
 @needs_executor
 @pytest.mark.parametrize("path", ["kernels", "torch"])
 def test_out_is_written_and_returned(path: str) -> None:
-    x, fn, _, scale, base, _ = inputs("pre")
+    x, fn, _, scale, base, *_ = inputs("pre")
     with mhc.use_path(path):
         wanted = mhc.pre(x, fn, scale, base, setup=SMALL)
         out = mhc.Site(*(torch.full_like(t, torch.nan) for t in wanted))
@@ -186,7 +186,7 @@ def test_out_that_overlaps_is_refused() -> None:
     with pytest.raises(InputError) as error:
         mhc.mean(x, setup=SMALL, out=buffer[3 * 4 * 16 - 1 :][: 3 * 16].view(3, 16))
     assert error.value.code == "I-OVERLAP" and "overlaps x" in str(error.value)
-    x, fn, _, scale, base, _ = inputs("pre")
+    x, fn, _, scale, base, *_ = inputs("pre")
     gates = torch.empty(3, 4)
     with pytest.raises(InputError, match="out post overlaps out pre"):
         out = mhc.Site(torch.empty(3, 16), gates, gates, torch.empty(3, 4, 4))
@@ -225,7 +225,7 @@ def test_no_tokens(name: str) -> None:
 
 # ---- refusals -------------------------------------------------------------------------------------------
 def _pre(**changed: Any) -> Any:
-    x, fn, _, scale, base, _ = inputs("pre")
+    x, fn, _, scale, base, *_ = inputs("pre")
     given = {"x": x, "fn": fn, "scale": scale, "base": base, **changed}
     setup = given.pop("setup", SMALL)
     return mhc.pre(given.pop("x"), given.pop("fn"), given.pop("scale"), given.pop("base"), setup=setup, **given)
@@ -263,10 +263,10 @@ def test_bad_inputs(changed: dict[str, Any], code: str, text: str) -> None:
 
 
 def test_what_a_model_needs() -> None:
-    x, fn, _, scale, base, _, _ = inputs("pre_norm")
+    x, fn, _, scale, base, *_ = inputs("pre_norm")
     with pytest.raises(InputError, match="needs norm_weight with model deepseek-v4"):
         mhc.pre_norm(x, fn, scale, base, None, setup=SMALL)
-    *tensors, _ = inputs("boundary", V41)
+    *tensors, _, _ = inputs("boundary", V41)
     with pytest.raises(InputError, match=r"needs pre_prev with model deepseek-v4\.1"):
         mhc.boundary(*tensors, setup=V41)
 
@@ -274,7 +274,7 @@ def test_what_a_model_needs() -> None:
 def test_the_same_refusals_while_tracing() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    x, fn, _, scale, base, _ = inputs("pre")
+    x, fn, _, scale, base, *_ = inputs("pre")
     narrow = x[:, :, :8].contiguous()
     with FakeTensorMode() as mode:
         given = [mode.from_tensor(t) for t in (narrow, fn, scale, base)]

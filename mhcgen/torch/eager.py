@@ -112,12 +112,23 @@ def _project(stage: Stage, o: Made, program: Program) -> Made:
     return {"mixes": o["x"].flatten(1) @ o["fn"].T}
 
 
-def _root(mean: Tensor, stage: Stage) -> Tensor:
+def project_streams(x: Tensor, fn: Tensor) -> Tensor:
+    """mixes [T, (2+n)n] of each stream alone, from rows pre | post | comb of fn [2+n, H]."""
+    each = x @ fn.T
+    return torch.cat([each[:, :, 0], each[:, :, 1], each[:, :, 2:].flatten(1)], 1)
+
+
+def _project_streams(stage: Stage, o: Made, program: Program) -> Made:
+    return {"mixes": project_streams(o["x"], o["fn"])}
+
+
+def _root(mean: Tensor, stage: Stage, count: int) -> Tensor:
+    """Root mean square of `count` elements; a clamp is one of their norm."""
     eps, place = float(stage.attr("eps")), stage.option("eps_place", "in")
     if place == "out":
         return mean.sqrt() + eps
     if place == "clamp":
-        return mean.sqrt().clamp(min=eps)
+        return mean.sqrt().clamp(min=eps / count**0.5)
     return (mean + eps).sqrt()
 
 
@@ -128,7 +139,13 @@ def _mean_square(value: Tensor, axes: tuple[int, ...], acc: str) -> Tensor:
 
 def _rowsq(stage: Stage, o: Made, program: Program) -> Made:
     mean = _mean_square(o["x"], (1, 2), stage.attr("acc"))
-    return {"mixes_scaled": o["mixes"] / _root(mean, stage)[:, None]}
+    return {"mixes_scaled": o["mixes"] / _root(mean, stage, program.dim("n") * program.dim("H"))[:, None]}
+
+
+def _rowsq_streams(stage: Stage, o: Made, program: Program) -> Made:
+    root = _root(_mean_square(o["x"], (2,), stage.attr("acc")), stage, program.dim("H"))
+    each = torch.cat([root, root, root.repeat_interleave(program.dim("n"), 1)], 1)
+    return {"mixes_scaled": o["mixes"] / each}
 
 
 def _gates(stage: Stage, o: Made, program: Program) -> Made:
@@ -144,6 +161,13 @@ def _gates(stage: Stage, o: Made, program: Program) -> Made:
         pre, post, logits = (mixes[..., p] * scale[i] + base[p] for i, p in enumerate(parts))
         pre, post = pre_act(pre), post_act(post)
     return {"pre": pre + stage.attr("pre_eps"), "post": stage.attr("post_mult") * post, "logits": logits}
+
+
+def _static_gates(stage: Stage, o: Made, program: Program) -> Made:
+    n, base = program.dim("n"), o["base"]
+    pre_act, post_act = (_ACTS[stage.option(key, "sigmoid")] for key in ("pre_act", "post_act"))
+    pre, post = pre_act(base[:n]) + stage.attr("pre_eps"), stage.attr("post_mult") * post_act(base[n : 2 * n])
+    return {"pre": pre, "post": post, "logits": base[2 * n :]}
 
 
 def _head_gates(stage: Stage, o: Made, program: Program) -> Made:
@@ -209,8 +233,11 @@ def _opaque(stage: Stage, o: Made, program: Program) -> Made:
 _STAGES = {
     "expand": _expand,
     "project": _project,
+    "project_streams": _project_streams,
     "rowsq": _rowsq,
+    "rowsq_streams": _rowsq_streams,
     "gates": _gates,
+    "static_gates": _static_gates,
     "head_gates": _head_gates,
     "sinkhorn": _comb,
     "comb": _comb,

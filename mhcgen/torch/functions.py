@@ -165,11 +165,12 @@ def expand(e: Tensor, *, setup: Setup, out: Tensor | None = None) -> Tensor:
 def pre(
     x: Tensor,
     fn: Tensor | None,
-    scale: Tensor,
+    scale: Tensor | None,
     base: Tensor,
     *,
     setup: Setup,
     mixes: Tensor | None = None,
+    comb_logits: Tensor | None = None,
     pre_prev: Tensor | None = None,
     out: Site | None = None,
 ) -> Site:
@@ -178,14 +179,15 @@ def pre(
     Args:
         x: streams [T, n, H].
         fn: projection [(2+n)n, n*H], or None with `mixes`.
-        scale: [3].
+        scale: [3]; None, as fn, in a model whose coefficients are the same for every token.
         base: [(2+n)n].
         setup: arithmetic and schedule.
         mixes: [T, (2+n)n] as projected and not yet rescaled, where the projection is the caller's.
+        comb_logits: [L], in a model whose mixing matrix is the same for every token.
         pre_prev: gates [T, n] of the site before, in a model with delayed pre; without them y is stream 0.
         out: tensors to write to.
     """
-    return _many(Site, "pre", (x, fn, mixes, scale, base, pre_prev), setup, out)
+    return _many(Site, "pre", (x, fn, mixes, scale, base, comb_logits, pre_prev), setup, out)
 
 
 def finish(
@@ -195,43 +197,48 @@ def finish(
     base: Tensor,
     *,
     setup: Setup,
+    comb_logits: Tensor | None = None,
     pre_prev: Tensor | None = None,
     out: Site | None = None,
 ) -> Site:
     """`pre` with its mixes given."""
-    return _many(Site, "finish", (x, mixes, scale, base, pre_prev), setup, out)
+    return _many(Site, "finish", (x, mixes, scale, base, comb_logits, pre_prev), setup, out)
 
 
 def pre_norm(
     x: Tensor,
     fn: Tensor | None,
-    scale: Tensor,
+    scale: Tensor | None,
     base: Tensor,
     norm_weight: Tensor | None,
     *,
     setup: Setup,
     mixes: Tensor | None = None,
+    comb_logits: Tensor | None = None,
     pre_prev: Tensor | None = None,
     out: NormSite | None = None,
 ) -> NormSite:
     """`pre` and the sub-layer's RMSNorm of y, with norm_weight [H] where the model has one."""
-    return _many(NormSite, "pre_norm", (x, fn, mixes, scale, base, norm_weight, pre_prev), setup, out)
+    tensors = (x, fn, mixes, scale, base, comb_logits, norm_weight, pre_prev)
+    return _many(NormSite, "pre_norm", tensors, setup, out)
 
 
 def pre_norm_quant(
     x: Tensor,
     fn: Tensor | None,
-    scale: Tensor,
+    scale: Tensor | None,
     base: Tensor,
     norm_weight: Tensor | None,
     *,
     setup: Setup,
     mixes: Tensor | None = None,
+    comb_logits: Tensor | None = None,
     pre_prev: Tensor | None = None,
     out: QuantSite | None = None,
 ) -> QuantSite:
     """`pre_norm` and the quantisation of z by the Setup's `quant` (q8 if it says none); gradients flow by z alone."""
-    return _many(QuantSite, "pre_norm_quant", (x, fn, mixes, scale, base, norm_weight, pre_prev), setup, out)
+    tensors = (x, fn, mixes, scale, base, comb_logits, norm_weight, pre_prev)
+    return _many(QuantSite, "pre_norm_quant", tensors, setup, out)
 
 
 def post(x: Tensor, f: Tensor, post: Tensor, comb: Tensor, *, setup: Setup, out: Tensor | None = None) -> Tensor:
@@ -247,16 +254,18 @@ def boundary(
     f: Tensor,
     post: Tensor,
     comb: Tensor,
-    fn: Tensor,
-    scale: Tensor,
+    fn: Tensor | None,
+    scale: Tensor | None,
     base: Tensor,
     *,
     setup: Setup,
+    comb_logits: Tensor | None = None,
     pre_prev: Tensor | None = None,
     out: Boundary | None = None,
 ) -> Boundary:
     """`post` of a site and `pre` of the next (fn, scale and base are the next one's) in one launch."""
-    return _many(Boundary, "boundary", (x, f, post, comb, fn, scale, base, pre_prev), setup, out)
+    tensors = (x, f, post, comb, fn, scale, base, comb_logits, pre_prev)
+    return _many(Boundary, "boundary", tensors, setup, out)
 
 
 def boundary_norm(
@@ -264,17 +273,18 @@ def boundary_norm(
     f: Tensor,
     post: Tensor,
     comb: Tensor,
-    fn: Tensor,
-    scale: Tensor,
+    fn: Tensor | None,
+    scale: Tensor | None,
     base: Tensor,
     norm_weight: Tensor | None,
     *,
     setup: Setup,
+    comb_logits: Tensor | None = None,
     pre_prev: Tensor | None = None,
     out: NormBoundary | None = None,
 ) -> NormBoundary:
     """`post` of a site and `pre_norm` of the next in one launch."""
-    tensors = (x, f, post, comb, fn, scale, base, norm_weight, pre_prev)
+    tensors = (x, f, post, comb, fn, scale, base, comb_logits, norm_weight, pre_prev)
     return _many(NormBoundary, "boundary_norm", tensors, setup, out)
 
 

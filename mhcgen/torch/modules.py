@@ -22,14 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mhcgen.chain import PARAMETERS
 from mhcgen.errors import InputError, UsageError
 from mhcgen.ir import Program
 from mhcgen.models import model as find_model
 from mhcgen.stages import COMB_STAGES
 from mhcgen.topology import Topology, read_topology
 from mhcgen.torch import functions as F
-from mhcgen.torch.operations import OPERATIONS, program_of
+from mhcgen.torch.eager import project_streams
+from mhcgen.torch.operations import OPERATIONS, build_operation
 from mhcgen.torch.setup import Setup
 from mhcgen.trunk import SITES
 
@@ -57,21 +57,23 @@ class NormWeight(nn.Module):
         self.weight = nn.Parameter(torch.ones(hidden, dtype=torch.float32, device=device))
 
 
-def initial_base(program: Program) -> Tensor:
-    """Bases [R] by which a site starts as a plain residual layer.
+def initial_values(program: Program) -> dict[str, Tensor]:
+    """`base` [R], and `comb_logits` [L] where the model has them, by which a site starts as a plain residual layer.
 
     pre gates start at 1/n (the branch reads the mean of the streams), post gates at 1 (every stream gets the
     branch's result), and the mixing matrix near the identity.
     """
     n = program.dim("n")
     base = torch.zeros(program.dim("R"))
-    gates = next(stage for stage in program.stages if stage.kind == "gates")
+    gates = next(stage for stage in program.stages if stage.kind in ("gates", "static_gates"))
     if gates.option("form", "affine") == "scaled":  # bases are added to what is activated already
         base[:n], base[n : 2 * n] = 1.0 / n, 1.0
     else:
         base[:n] = -math.log(n - 1) if n > 1 else -FAR
-    kind = next(stage for stage in program.stages if stage.kind in COMB_STAGES).attr("comb")
-    logits = base[2 * n :]
+    made = next(stage for stage in program.stages if stage.kind in COMB_STAGES)
+    separate = any(tensor.name == "comb_logits" for tensor in program.tensors)
+    logits = torch.zeros(program.dim("L")) if separate else base[2 * n :]
+    kind = made.attr("comb")
     if kind == "sinkhorn":
         logits.fill_(FAR)
         logits[:: n + 1] = 0.0
@@ -84,7 +86,7 @@ def initial_base(program: Program) -> Tensor:
         logits[1::2] = FAR
     elif kind == "diagonal":
         logits.fill_(-FAR)
-    return base
+    return {"base": base, "comb_logits": logits} if separate else {"base": base}
 
 
 class _Sites(nn.Module):
@@ -97,6 +99,7 @@ class _Sites(nn.Module):
         self.gemm = gemm
         self._device = device
         self._last = find_model(setup.config.model).stream_last
+        self._each = find_model(setup.config.model).norm_each
 
     @property
     def delayed(self) -> bool:
@@ -109,22 +112,23 @@ class _Sites(nn.Module):
             self.register_parameter(f"hc_{prefix}_{part}", nn.Parameter(empty))
 
     def _program(self) -> Program:
-        given = {"x", "fn", "scale", "base"} | ({"pre_prev"} if self.delayed else set())
-        return program_of(OPERATIONS["pre"], self.setup.config, frozenset(given))
+        return build_operation(OPERATIONS["pre"], self.setup.config)
 
     def _add_site(self, site: str) -> None:
         program = self._program()
-        self._add(site, {part: program.shape(part, 1) for part in ("fn", "base", "scale")})
+        self._add(site, {tensor.name: program.shape(tensor.name, 1) for tensor in program.of_role("parameter")})
         if self.norm and find_model(self.setup.config.model).norm_weight:
             self.add_module(f"{site}_norm", NormWeight(self.setup.config.hidden, self._device))
         self._reset(site)
 
     def _reset(self, site: str) -> None:
         with torch.no_grad():
-            fn, base, scale = (getattr(self, f"hc_{site}_{part}") for part in ("fn", "base", "scale"))
-            fn.normal_(0.0, INITIAL_FN)
-            base.copy_(initial_base(self._program()))
-            scale.fill_(INITIAL_SCALE)
+            for part, value in initial_values(self._program()).items():
+                getattr(self, f"hc_{site}_{part}").copy_(value)
+            fn, scale = self.part(site, "fn"), self.part(site, "scale")
+            if fn is not None and scale is not None:
+                fn.normal_(0.0, INITIAL_FN)
+                scale.fill_(INITIAL_SCALE)
 
     def _apply(self, function: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
         """As `nn.Module`, but what was fp32 here is not narrowed: only its device changes."""
@@ -151,10 +155,13 @@ class _Sites(nn.Module):
         return found + [(m, "weight", m.weight) for m in self._modules.values() if isinstance(m, NormWeight)]
 
     # ---- sites ----------------------------------------------------------------------------------
-    def of_site(self, site: str) -> tuple[Tensor, Tensor, Tensor]:
+    def part(self, site: str, part: str) -> Tensor | None:
+        """A parameter of a site, `fn`, `scale`, `base` or `comb_logits`; None where the model has none."""
+        return self._parameters.get(f"hc_{site}_{part}")
+
+    def of_site(self, site: str) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """fn, scale and base of a site."""
-        fn, scale, base = (getattr(self, f"hc_{site}_{part}") for part in PARAMETERS[:3])
-        return fn, scale, base
+        return self.part(site, "fn"), self.part(site, "scale"), getattr(self, f"hc_{site}_base")
 
     def norm_weight(self, site: str) -> Tensor | None:
         """Weight of a site's RMSNorm; None where there is none."""
@@ -165,17 +172,24 @@ class _Sites(nn.Module):
         """mixes by torch's matrix product, in fp32 (or as `torch.set_float32_matmul_precision` allows)."""
         columns = x.transpose(1, 2) if self._last else x
         with torch.autocast(x.device.type, enabled=False):
+            if self._each and fn.shape[1] == columns.shape[2]:  # a head has one projection of all streams
+                return project_streams(columns.to(fn.dtype), fn)
             return nn.functional.linear(columns.flatten(1).to(fn.dtype), fn)
 
     def enter(self, site: str, x: Tensor, pre_prev: Tensor | None = None) -> Made:
         """The pre chain of a site for streams [T, n, H]."""
         fn, scale, base = self.of_site(site)
-        mixes = self.project(x, fn) if self.gemm else None
+        mixes = self.project(x, fn) if self.gemm and fn is not None else None
         given = None if self.gemm else fn
+        options: dict[str, Any] = {
+            "setup": self.setup,
+            "mixes": mixes,
+            "comb_logits": self.part(site, "comb_logits"),
+            "pre_prev": pre_prev,
+        }
         if self.norm:
-            weight = self.norm_weight(site)
-            return F.pre_norm(x, given, scale, base, weight, setup=self.setup, mixes=mixes, pre_prev=pre_prev)
-        return F.pre(x, given, scale, base, setup=self.setup, mixes=mixes, pre_prev=pre_prev)
+            return F.pre_norm(x, given, scale, base, self.norm_weight(site), **options)
+        return F.pre(x, given, scale, base, **options)
 
     def leave(self, x: Tensor, f: Tensor, made: Made) -> Tensor:
         """The post of a site: x is what `enter` read, f the branch's result [T, H]."""
@@ -226,7 +240,7 @@ class HyperConnection(_Sites):
         gemm: project by torch's matrix product rather than in the kernel; better for many tokens.
         device: of the parameters.
 
-    Initial values: fn normal with deviation 0.02, scale 0.01, base by `initial_base`: the site starts as a plain
+    Initial values: fn normal with deviation 0.02, scale 0.01, base by `initial_values`: the site starts as a plain
     residual around the branch, reading the mean of the streams.
     """
 
@@ -384,7 +398,7 @@ class HyperConnectionStack(_Sites):
     def _reset_head(self) -> None:
         with torch.no_grad():
             self.hc_head_fn.normal_(0.0, INITIAL_FN)
-            self.hc_head_base.copy_(initial_base(self._program())[: self.topology.streams])
+            self.hc_head_base.fill_(-math.log(n - 1) if (n := self.topology.streams) > 1 else -FAR)
             self.hc_head_scale.fill_(INITIAL_SCALE)
 
     def reset_parameters(self) -> None:
@@ -396,7 +410,7 @@ class HyperConnectionStack(_Sites):
 
     def stream_dtype(self) -> torch.dtype:
         """The streams' dtype; float64 where the parameters are."""
-        first = self.layers[0].hc_attn_fn.dtype
+        first = self.layers[0].hc_attn_base.dtype
         return torch.float64 if first == torch.float64 else DTYPES[self.setup.config.dtype]
 
     def forward(self, embeddings: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -430,11 +444,15 @@ class HyperConnectionStack(_Sites):
     ) -> tuple[Tensor, Made]:
         fn, scale, base = following.of_site(site)
         old = (x, f, made.post, made.comb)
+        options: dict[str, Any] = {
+            "setup": self.setup,
+            "comb_logits": following.part(site, "comb_logits"),
+            "pre_prev": pre_prev,
+        }
         if self.norm:
-            weight = following.norm_weight(site)
-            b = F.boundary_norm(*old, fn, scale, base, weight, setup=self.setup, pre_prev=pre_prev)
+            b = F.boundary_norm(*old, fn, scale, base, following.norm_weight(site), **options)
             return b.x_next, F.NormSite(b.z, b.y, b.pre_next, b.post_next, b.comb_next)
-        c = F.boundary(*old, fn, scale, base, setup=self.setup, pre_prev=pre_prev)
+        c = F.boundary(*old, fn, scale, base, **options)
         return c.x_next, F.Site(c.y, c.pre_next, c.post_next, c.comb_next)
 
     def exit(self, x: Tensor, pre: Tensor) -> Tensor:

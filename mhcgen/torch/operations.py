@@ -67,7 +67,7 @@ class Operation:
         return ", ".join(f"Tensor{'?' if name.endswith('?') else ''} {name.rstrip('?')}" for name in self.inputs)
 
 
-_GATED = ("x", "fn?", "mixes?", "scale", "base")
+_GATED = ("x", "fn?", "mixes?", "scale?", "base", "comb_logits?")
 _SITE = ("pre", "post", "comb")
 _POST = ("x", "f", "post", "comb")
 _NEXT = ("pre_next", "post_next", "comb_next")
@@ -77,7 +77,9 @@ OPERATIONS: dict[str, Operation] = {
     for made in (
         Operation("expand", ("e",), ("x",), "expand"),
         Operation("pre", (*_GATED, "pre_prev?"), ("y", *_SITE), "pre", "pre"),
-        Operation("finish", ("x", "mixes", "scale", "base", "pre_prev?"), ("y", *_SITE), "pre", "pre"),
+        Operation(
+            "finish", ("x", "mixes", "scale", "base", "comb_logits?", "pre_prev?"), ("y", *_SITE), "pre", "pre"
+        ),
         Operation(
             "pre_norm", (*_GATED, "norm_weight?", "pre_prev?"), ("z", "y", *_SITE), "pre", "pre-norm", norm=True
         ),
@@ -92,11 +94,15 @@ OPERATIONS: dict[str, Operation] = {
         ),
         Operation("post", _POST, ("x_next",), "post"),
         Operation(
-            "boundary", (*_POST, "fn", "scale", "base", "pre_prev?"), ("x_next", "y", *_NEXT), "boundary", "boundary"
+            "boundary",
+            (*_POST, "fn?", "scale?", "base", "comb_logits?", "pre_prev?"),
+            ("x_next", "y", *_NEXT),
+            "boundary",
+            "boundary",
         ),
         Operation(
             "boundary_norm",
-            (*_POST, "fn", "scale", "base", "norm_weight?", "pre_prev?"),
+            (*_POST, "fn?", "scale?", "base", "comb_logits?", "norm_weight?", "pre_prev?"),
             ("x_next", "z", "y", *_NEXT),
             "boundary",
             "boundary",
@@ -105,49 +111,53 @@ OPERATIONS: dict[str, Operation] = {
         Operation("collapse", ("x", "pre"), ("y",), "collapse"),
         Operation("mean", ("x",), ("y",), "mean"),
         Operation("sum", ("x",), ("y",), "sum"),
-        Operation("head", _GATED, ("y", "pre"), "head", "pre"),
+        Operation("head", ("x", "fn?", "mixes?", "scale", "base"), ("y", "pre"), "head", "pre"),
     )
 }
 
 
-def program_of(operation: Operation, config: Config, given: frozenset[str]) -> Program:
-    """The Program of an operation, for the inputs that are given.
+def build_operation(operation: Operation, config: Config, *, external: bool = False, first: bool = False) -> Program:
+    """The Program of an operation.
 
     Args:
         operation: which.
-        config: its arithmetic; scope, norm and the kind of projection follow from the operation and its inputs.
-        given: names of its inputs that are not None.
+        config: its arithmetic; scope, norm and the kind of projection follow from the operation and what is below.
+        external: the mixes are given.
+        first: it is the first site of a trunk, in a model with delayed pre: its y is stream 0.
 
     Raises:
-        InputError: `I-MISSING`, `I-UNKNOWN`: what is given does not make up the operation.
-        UsageError: `U-QUANT`, quantisation was not configured.
+        UsageError: of `mhcgen.build`.
     """
-    _check_given(operation, config, given)
-    projection = "external" if "fn" not in given else "fma" if config.projection == "external" else config.projection
     config = replace(
         config,
         scope="pre" if operation.scope == "collapse" else operation.scope,
         norm=operation.norm,
         quant=(config.quant if config.quant != "none" else "q8") if operation.quant else "none",
-        projection=projection,
+        projection="external" if external else "fma" if config.projection == "external" else config.projection,
     )
     check_config(config, find_model(config.model))
     if operation.scope == "collapse":
         b = Builder(config)
         b.add("collapse", "collapse", {"x": "x", "pre": "pre"}, {"y": "y"})
         return b.finish(("y",))
-    if operation.scope == "pre" and find_model(config.model).delayed_pre and "pre_prev" not in given:
-        # The first site of a trunk has no predecessor: its y is stream 0.
+    if operation.scope == "pre" and first and find_model(config.model).delayed_pre:
         b = Builder(config)
         pre_chain(b, pre_prev="")
         return b.finish(("pre", "post", "comb", "y", *tail_results(config)))
     return build_config(config)
 
 
-def _check_given(operation: Operation, config: Config, given: frozenset[str]) -> None:
-    spec = find_model(config.model)
-    names = operation.names
-    if {"fn", "mixes"} <= set(names) and ("fn" in given) == ("mixes" in given):
+def program_of(operation: Operation, config: Config, given: frozenset[str]) -> Program:
+    """The Program of an operation for the inputs that are given, by their names.
+
+    Raises:
+        InputError: `I-MISSING`, `I-UNKNOWN`: what is given does not make up the operation.
+        UsageError: of `mhcgen.build`.
+    """
+    program = build_operation(operation, config, external="mixes" in given, first="pre_prev" not in given)
+    wanted = {tensor.name for tensor in program.of_role("input", "parameter")}
+    missing, unknown = sorted(wanted - given), sorted(given - wanted)
+    if {"fn", "mixes"} & {*missing, *unknown} and "mixes" in operation.names:
         both = "fn" in given
         raise InputError(
             "I-UNKNOWN" if both else "I-MISSING",
@@ -156,22 +166,16 @@ def _check_given(operation: Operation, config: Config, given: frozenset[str]) ->
             where="mixes" if both else "fn",
             hints=("pass fn=... or mixes=...",),
         )
-    wants: dict[str, tuple[bool, str]] = {
-        # name: whether the Program has it, and why
-        "norm_weight": (spec.norm_weight, "its RMSNorm has a weight" if spec.norm_weight else "has no such weight"),
-        "pre_prev": (
-            spec.delayed_pre,
-            "collapses by earlier gates" if spec.delayed_pre else "uses a site's own gates",
-        ),
-    }
-    for name, (wanted, why) in wants.items():
-        # A pre chain without earlier gates is the first of its trunk.
-        may_lack = name == "pre_prev" and operation.scope == "pre"
-        if name not in names or (name in given) == wanted or (wanted and may_lack):
-            continue
-        raise InputError(
-            "I-MISSING" if wanted else "I-UNKNOWN",
-            f"{operation.name} {'needs' if wanted else 'takes no'} {name} with model {spec.name}, which {why}",
-            where=name,
-            hints=(f"pass {name}=..." if wanted else f"leave {name} out",),
-        )
+    for names, code, verb, hint in (
+        (missing, "I-MISSING", "needs", "pass {}=..."),
+        (unknown, "I-UNKNOWN", "takes no", "leave {} out"),
+    ):
+        if names:
+            raise InputError(
+                code,
+                f"{operation.name} {verb} {names[0]} with model {config.model}",
+                where=names[0],
+                notes=(f"its inputs: {', '.join(name for name in operation.names if name in wanted)}",),
+                hints=(hint.format(names[0]),),
+            )
+    return program

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mhcgen.errors import InputTypeError
+from mhcgen.errors import InputTypeError, UsageError
 from mhcgen.torch.cpu import as_numpy
 from mhcgen.torch.modules import HyperConnection, HyperConnectionStack, HyperLayer
 from mhcgen.trunk import SITES
@@ -86,6 +86,13 @@ def load_public_state_dict(
         owner = module.layers[number] if isinstance(module, HyperConnectionStack) else module
         wish = norms if isinstance(norms, bool) else norms[site]
         wish = wish if owner.norm_weight(site) is not None else False
+        if owner.part(site, "fn") is None or owner.part(site, "comb_logits") is not None:
+            raise UsageError(
+                "U-MODEL",
+                f"model {config.model} has other parameters than fn, base and scale; no public checkpoint has them",
+                where=site,
+                hints=("load_state_dict takes the module's own",),
+            )
         rows = int(getattr(owner, f"hc_{site}_base").numel())
         read = site_parameters(weights, number, site, config.streams, config.hidden, rows=rows, norm=wish)
         for part, array in read.items():

@@ -15,7 +15,7 @@ from mhcgen.models import model as find_model
 from mhcgen.torch import cpu
 from mhcgen.torch.calls import Call, call_of
 from mhcgen.torch.launch import compiled
-from mhcgen.torch.operations import OPERATIONS, Operation
+from mhcgen.torch.operations import OPERATIONS, Operation, build_operation
 from mhcgen.torch.ops import operator, prepared
 from mhcgen.torch.setup import Setup
 from mhcgen.warm_up import Built, WarmUp
@@ -30,16 +30,13 @@ def compile_count() -> int:
 
 def variants(operation: Operation, setup: Setup, gemm: bool) -> list[frozenset[str]]:
     """The sets of inputs with which an operation can be called, with the projection inside or given."""
-    spec = find_model(setup.config.model)
-    names = {name for name in operation.inputs if not name.endswith("?")}
-    if "fn?" in operation.inputs:
-        names.add("mixes" if gemm else "fn")
-    if "norm_weight?" in operation.inputs and spec.norm_weight:
-        names.add("norm_weight")
-    if "pre_prev?" not in operation.inputs or not spec.delayed_pre:
-        return [frozenset(names)]
-    later = frozenset({*names, "pre_prev"})
-    return [later, frozenset(names)] if operation.scope == "pre" else [later]
+    external = "mixes" in operation.inputs or (gemm and "mixes?" in operation.inputs)
+    delayed = operation.scope == "pre" and find_model(setup.config.model).delayed_pre
+    programs = [
+        build_operation(operation, setup.config, external=external, first=first)
+        for first in ((False, True) if delayed else (False,))
+    ]
+    return [frozenset(tensor.name for tensor in p.of_role("input", "parameter")) for p in programs]
 
 
 def warm_up(
