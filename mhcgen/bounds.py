@@ -86,6 +86,8 @@ _WHY = {
     "input": "given to both sides",
     "expand": "a copy",
     "project": "U times each partial sum",
+    "project_streams": "U times each partial sum",
+    "rowsq_streams": "U for each of sum, mean, eps, root and product, and the mixes' error",
     "rowsq": "U for each of sum, mean, eps, root and product, and the mixes' error",
     "gates": "the logit's error times the sigmoid's slope, exp, add, divide, add",
     "static_gates": "exp, add, divide, add of each parameter",

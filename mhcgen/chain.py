@@ -93,6 +93,7 @@ class Builder:
         group = 32 if config.quant == "q8" else 128
         spec = find_model(config.model)
         dims = {"n": n, "H": h, "K": n * h, "R": spec.mixes(n), "L": spec.logits(n), "G": -(-h // group)}
+        dims |= {"S": 2 + n} if spec.norm_each else {}
         return Program(
             model=config.model,
             dims=tuple(sorted(dims.items())),
@@ -108,11 +109,12 @@ def _mixes(b: Builder, x: str, site: str, rows: Dim) -> None:
     """projection (unless external) and rowsq."""
     c = b.config
     spec = find_model(c.model)
+    each = spec.norm_each and rows == "R"  # a head has one projection of all streams
     if c.projection != "external":
         operands = {"x": x, "fn": at(site, "fn")}
         b.add(
             at(site, "project"),
-            "project",
+            "project_streams" if each else "project",
             operands,
             {"mixes": at(site, "mixes")},
             {"method": c.projection},
@@ -120,7 +122,7 @@ def _mixes(b: Builder, x: str, site: str, rows: Dim) -> None:
         )
     b.add(
         at(site, "rowsq"),
-        "rowsq",
+        "rowsq_streams" if each else "rowsq",
         {"x": x, "mixes": at(site, "mixes")},
         {"mixes_scaled": at(site, "mixes_scaled")},
         {"acc": c.sumsq, "eps": c.rms_eps, **dict(spec.rms)},

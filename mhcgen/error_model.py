@@ -184,6 +184,41 @@ def _project(model: ErrorModel, stage: Stage) -> dict[str, Array]:
     return {"mixes": U * partials + carried + n * hidden * FLOOR}
 
 
+def _project_streams(model: ErrorModel, stage: Stage) -> dict[str, Array]:
+    """Each mix is a dot product over the columns of one stream."""
+    x, fn = model.value(stage.operand("x")), model.value(stage.operand("fn"))
+    tokens, n, hidden = x.shape
+    level = x[:, :, None, :] * fn[None, None]
+    partials = np.abs(level).sum(axis=3)
+    while level.shape[3] > 1:
+        even = level.shape[3] // 2 * 2
+        pairs = level[..., 0:even:2] + level[..., 1:even:2]
+        partials += np.abs(pairs).sum(axis=3)
+        level = np.concatenate([pairs, level[..., even:]], axis=3)
+    found = U * partials + model.error(stage.operand("x")) @ np.abs(fn).T + hidden * FLOOR
+    parts = (found[:, :, 0], found[:, :, 1], found[:, :, 2:].reshape(tokens, n * n))
+    return {"mixes": np.concatenate(parts, axis=1)}
+
+
+def _rowsq_streams(model: ErrorModel, stage: Stage) -> dict[str, Array]:
+    x, mixes = model.value(stage.operand("x")), stage.operand("mixes")
+    error = model.error(stage.operand("x"))
+    tokens, n, hidden = x.shape
+    flat, flat_error = x.reshape(tokens * n, hidden), error.reshape(tokens * n, hidden)
+    if stage.option("form", "rsqrt") == "divide":
+        root, relative = _root(model, flat, flat_error, stage, 1)
+        inverse, relative = 1.0 / root, relative + model.functions.divide
+    else:
+        inverse, relative = _inverse_rms(model, flat, flat_error, stage, 1)
+
+    def spread(array: Array) -> Array:
+        by = array.reshape(tokens, n)
+        return np.concatenate([by, by, np.repeat(by, n, axis=1)], axis=1)
+
+    scaled = np.abs(model.value(mixes)) * (spread(relative) + U) + model.error(mixes) * (1 + spread(relative))
+    return {"mixes_scaled": scaled * spread(inverse) + FLOOR}
+
+
 def _rowsq(model: ErrorModel, stage: Stage) -> dict[str, Array]:
     x, mixes = model.value(stage.operand("x")), stage.operand("mixes")
     error = model.error(stage.operand("x"))
@@ -360,6 +395,8 @@ _STAGES: dict[str, Callable[[ErrorModel, Stage], dict[str, Array]]] = {
     "expand": _expand,
     "project": _project,
     "rowsq": _rowsq,
+    "project_streams": _project_streams,
+    "rowsq_streams": _rowsq_streams,
     "gates": _gates,
     "head_gates": _head_gates,
     "static_gates": _static_gates,

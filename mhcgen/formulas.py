@@ -28,6 +28,11 @@ def _rowsq(stage: Stage) -> tuple[str, ...]:
     return (f"mixes_scaled[r] = mixes[r]{how}{_root(stage, 'mean over c,h of x^2')}",)
 
 
+def _rowsq_streams(stage: Stage) -> tuple[str, ...]:
+    how = " / " if stage.option("form", "rsqrt") == "divide" else " * 1/"
+    return (f"mixes_scaled of stream c = its mixes{how}{_root(stage, 'mean over h of x[c]^2')}",)
+
+
 def _added(text: str, eps: float) -> str:
     return f"{text} + {eps}" if eps else text
 
@@ -73,6 +78,7 @@ def _quant(stage: Stage) -> tuple[str, ...]:
 
 _LINES: dict[str, Callable[[Stage], tuple[str, ...]]] = {
     "rowsq": _rowsq,
+    "rowsq_streams": _rowsq_streams,
     "gates": _gates,
     "static_gates": _static_gates,
     "head_gates": _head_gates,

@@ -209,14 +209,15 @@ def d9(aim: Aim) -> Inputs | None:
     Needs a projection with fp32 weights in the Program, and K even.
     """
     done = False
-    for stage in aim.program.stages_of_kind("project"):
+    for stage in aim.program.stages_of_kind("project", "project_streams"):
         fn, name = stage.operand("fn"), stage.operand("x")
-        k = aim.program.dim("n") * aim.program.dim("H")
+        hidden, k = aim.program.dim("H"), aim.program.shape(fn, 0)[1]
         if aim.program.tensor(fn).dtype != "fp32" or k % 2 or fn not in aim.values:
             continue
         odd = np.arange(k) % 2
-        pattern = np.broadcast_to(1.0 - 2.0 * odd, (aim.tokens, k))
-        if aim.set_streams(name, pattern.reshape(aim.tokens, aim.n, k // aim.n)):
+        one_row = np.resize(1.0 - 2.0 * odd, aim.n * hidden)  # of streams one by one, the same for each
+        pattern = np.broadcast_to(one_row, (aim.tokens, aim.n * hidden))
+        if aim.set_streams(name, pattern.reshape(aim.tokens, aim.n, hidden)):
             aim.values[fn] = np.broadcast_to(1.0 + 2.0**-12 * (1 - odd), aim.values[fn].shape)
             done = True
     return aim.finish() if done else None
@@ -276,8 +277,9 @@ def extreme(aim: Aim) -> Inputs | None:
         return None
 
     def numbers(name: str, columns: int, limit: float) -> Float64:
+        # 200 comes first: exp(-89) is a number that divides by itself, where there is no other.
         index = np.arange(aim.tokens)[:, None] + np.arange(columns)[None, :]
-        magnitude = np.minimum(np.array([89.0, 200.0, 1e4])[index % 3], limit)
+        magnitude = np.minimum(np.array([200.0, 1e4, 89.0])[index % 3], limit)
         signed: Float64 = magnitude * aim.signs(f"extreme {name}", aim.tokens, columns)
         return signed
 

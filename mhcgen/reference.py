@@ -160,6 +160,25 @@ def rowsq(x: Array, mixes: Array, eps: float, eps_place: str = "in") -> Array:
     return mixes / root_mean_square(mean_square, eps, eps_place, count)[:, None]
 
 
+def project_streams(x: Array, fn: Array) -> Array:
+    """mixes [T, (2+n)n] of each stream alone: pre n | post n | comb n*n from rows 0, 1 and 2 + k of fn [2+n, H].
+
+    Plain hyper-connections, arXiv 2409.19606.
+    """
+    tokens, n, _ = x.shape
+    per_stream = x @ fn.T
+    parts = (per_stream[:, :, 0], per_stream[:, :, 1], per_stream[:, :, 2:].reshape(tokens, n * n))
+    return np.concatenate(parts, axis=1)
+
+
+def rowsq_streams(x: Array, mixes: Array, eps: float, eps_place: str = "in") -> Array:
+    """mixes_scaled: the mixes of each stream over the root mean square of that stream alone."""
+    n = x.shape[1]
+    root = root_mean_square(np.mean(x * x, axis=2), eps, eps_place, x.shape[2])
+    scaled: Array = mixes / np.concatenate([root, root, np.repeat(root, n, axis=1)], axis=1)
+    return scaled
+
+
 def gates(
     mixes_scaled: Array,
     scale: Array,
@@ -413,6 +432,10 @@ def evaluate(
         return {"mixes": project(o["x"], o["fn"])}
     if kind == "rowsq":
         return {"mixes_scaled": rowsq(o["x"], o["mixes"], attr["eps"], attr.get("eps_place", "in"))}
+    if kind == "project_streams":
+        return {"mixes": project_streams(o["x"], o["fn"])}
+    if kind == "rowsq_streams":
+        return {"mixes_scaled": rowsq_streams(o["x"], o["mixes"], attr["eps"], attr.get("eps_place", "in"))}
     if kind == "gates":
         form = {key: attr[key] for key in ("form", "pre_act", "post_act") if key in attr}
         mixes, eps, mult = o["mixes_scaled"], attr["pre_eps"], attr["post_mult"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from mhcgen.ir import Dim
 
-#: Shapes of slots; T, n, H, R, L, G are the symbols of `mhcgen.ir`, M is one of `LOCAL`.
+#: Shapes of slots; T, n, H, R, L, G, S are the symbols of `mhcgen.ir`, M is one of `LOCAL`.
 STREAMS: tuple[Dim, ...] = ("T", "n", "H")
 #: Streams whose memory has the streams of a column side by side; fits any slot of shape STREAMS.
 STREAM_LAST: tuple[Dim, ...] = ("T", "H", "n")
@@ -23,6 +23,9 @@ PROJECTED: tuple[Dim, ...] = ("T", "M")
 LOCAL: dict[Dim, tuple[Dim, ...]] = {"M": ("R", "n")}
 GATE: tuple[Dim, ...] = ("T", "n")
 MATRIX: tuple[Dim, ...] = ("T", "n", "n")
+
+#: Kinds that do for each stream alone what `project` and `rowsq` do for all of a token.
+EACH_STREAM = ("project_streams", "rowsq_streams")
 
 #: Kinds that make the mixing matrix: iterated, and a direct map of the logits. Their attribute `comb` names an entry
 #: of `mhcgen.combs.COMB_KINDS`, which may have attributes of its own.
@@ -84,6 +87,23 @@ KINDS: dict[str, StageKind] = {
             # in: sqrt(mean + eps). out: sqrt(mean) + eps. clamp: max(sqrt(mean), eps).
             # rsqrt: times the inverse. divide: divided by the root.
             {"eps_place": ("in", "out", "clamp"), "form": ("rsqrt", "divide")},
+        ),
+        StageKind(
+            "project_streams",
+            "column",
+            (("x", STREAMS), ("fn", ("S", "H"))),
+            (("mixes", MIXES),),
+            ("method",),
+            "mixes[t, c | n + c | 2n + c n + k] = sum_h fn[0 | 1 | 2 + k, h] x[t,c,h]",
+        ),
+        StageKind(
+            "rowsq_streams",
+            "column",
+            (("x", STREAMS), ("mixes", MIXES)),
+            (("mixes_scaled", MIXES),),
+            ("acc", "eps"),
+            "mixes_scaled of stream c = its mixes / sqrt(mean(x[t,c]^2) + eps)",
+            {"eps_place": ("in", "out"), "form": ("rsqrt", "divide")},
         ),
         StageKind(
             "gates",

@@ -24,6 +24,8 @@ from mhcgen.stages import COMB_STAGES, KINDS
 ATTRS: dict[str, dict[str, AttrValue]] = {
     "project": {"method": "fma"},
     "rowsq": {"acc": "fp64", "eps": 1e-6},
+    "project_streams": {"method": "fma"},
+    "rowsq_streams": {"acc": "fp64", "eps": 1e-6},
     "gates": {"post_mult": 2.0, "pre_eps": 1e-6},
     "head_gates": {"pre_eps": 1e-6},
     "static_gates": {"post_mult": 2.0, "pre_eps": 0.0},

@@ -49,6 +49,23 @@ MODELS = (
         **_NORMALIZE,  # type: ignore[arg-type]
     ),
     Model(
+        "plain-hc",
+        "Hyper-Connections, arXiv 2409.19606: tanh(norm of a stream . W) scale + static, no constraint",
+        iters=0,
+        hc_eps=0.0,
+        post_mult=1.0,
+        comb="plain",
+        pre_eps=0.0,
+        exit="sum",
+        gates=(("form", "scaled"), ("post_act", "tanh"), ("pre_act", "tanh")),
+        norm_each=True,
+        notes=(
+            "column 0 of alpha is pre, the others are comb, beta is post: fn is [2 + n, H], rows pre | post | comb",
+            "scale is s_alpha, s_beta, s_alpha; base is the static alpha column 0 | beta | alpha",
+            "the norm is an RMSNorm with its weight folded into fn; the paper used LayerNorm, later code RMSNorm",
+        ),
+    ),
+    Model(
         "ihc",
         "identity residual map: C = I",
         iters=0,

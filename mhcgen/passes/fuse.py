@@ -24,7 +24,7 @@ from mhcgen.ir import Program
 from mhcgen.log import Decision, Witness
 from mhcgen.passes.refuse import refuse
 from mhcgen.plan import Kernel, Plan
-from mhcgen.stages import COMB_STAGES
+from mhcgen.stages import COMB_STAGES, EACH_STREAM
 
 #: The chain every `pre` preset holds; a projection in the Program joins it.
 PRE_CHAIN = ("rowsq", "gates", "sinkhorn", "collapse")
@@ -123,12 +123,17 @@ def requested_groups(program: Program, wish: str) -> list[tuple[str, ...]]:
 
 
 #: Stages of a chain; a gated head has gates of its own kind and no mixing matrix.
-_CHAIN = ("project", "rowsq", "gates", "head_gates", *COMB_STAGES, "collapse", "first")
+_CHAIN = ("project", "rowsq", *EACH_STREAM, "gates", "head_gates", *COMB_STAGES, "collapse", "first")
 _TAIL = ("norm", "quant")
 #: Ends of a trunk without gates of their own.
 _EXITS = ("mean", "sum")
 #: kind -> the kind that a preset may ask for in its place.
-_STANDS_FOR = {"comb": ("sinkhorn",), "first": ("collapse",), "static_gates": ("gates", "rowsq")}
+_STANDS_FOR = {
+    "comb": ("sinkhorn",),
+    "first": ("collapse",),
+    "rowsq_streams": ("rowsq",),
+    "static_gates": ("gates", "rowsq"),
+}
 #: preset -> kinds of a site's group, and kinds without which the preset means nothing.
 _PRESET_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "seed": (("gates", *COMB_STAGES), ("gates", "sinkhorn")),
@@ -171,7 +176,7 @@ def _preset_groups(program: Program, preset: str) -> list[tuple[str, ...]]:
         if stage.kind in wanted and not program.runs_once(stage):
             site = site_of(stage.name)
             if site and stage.kind == "post" and preset in _CROSSING:
-                begins = ("rowsq", "collapse", *_EXITS)
+                begins = ("rowsq", "rowsq_streams", "collapse", *_EXITS)
                 after = (site_of(s.name) for s in program.stages[index:] if s.kind in begins)
                 site = next(after, site)
             groups[site] = (*groups.get(site, ()), stage.name)

@@ -203,7 +203,9 @@ def _fits_lanes(plan: Plan, kernel: Kernel, slot: str, tensor: str) -> bool:
     if slot == "logits":
         writer = plan.program.stage(plan.program.writers[tensor])
         return bool(kinds) and kinds <= set(COMB_STAGES) and writer.kind == "gates"
-    return slot == "mixes_scaled" and kinds == {"gates"} and not plan.escapes(kernel, tensor)
+    if slot != "mixes_scaled" or plan.program.stage(plan.program.writers[tensor]).kind != "rowsq":
+        return False
+    return kinds == {"gates"} and not plan.escapes(kernel, tensor)
 
 
 def _places(

@@ -10,7 +10,7 @@ import networkx as nx
 from mhcgen.ir import Stage
 from mhcgen.plan import Buffer, Kernel, Node, Plan, Step
 from mhcgen.stages import COMB_STAGES
-from mhcgen.steps import cluster, column, mix, sinkhorn
+from mhcgen.steps import cluster, column, each, mix, sinkhorn
 from mhcgen.steps.context import Context
 
 Expand = Callable[[Context, Stage], None]
@@ -19,6 +19,8 @@ EXPANDERS: dict[str, Expand] = {
     "expand": column.expand,
     "project": column.project,
     "rowsq": mix.rowsq,
+    "project_streams": each.project_streams,
+    "rowsq_streams": each.rowsq_streams,
     "gates": mix.gates,
     "static_gates": mix.static_gates,
     "head_gates": mix.head_gates,
