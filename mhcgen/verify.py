@@ -6,6 +6,7 @@ Rules about schedules live with the Plan (`mhcgen.plan.verify_plan`).
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -65,6 +66,51 @@ def fp32_holds(value: float) -> bool:
     with np.errstate(over="ignore"):
         narrow = float(np.float32(value))
     return value >= 0 and math.isfinite(narrow) and (narrow > 0 or value == 0)
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+#: What the top of a kernel's text declares, besides its parameters.
+TEXT_NAMES = _words(
+    "token tokens token_first per_cluster rank count lane warp column_first column_block row_first stamps iteration "
+    "base_comb base_post base_pre before col_k col_potential fn_rows gate inverse_rms iterations_run live mix_comb "
+    "mix_post mix_pre owner pre_base pre_scale root_mean_square row_j row_potential scale_comb scale_post scale_pre "
+    "threadIdx blockIdx blockDim gridDim"
+)
+#: What inner scopes declare. Tensors with a token axis are named at the top only; weights are named inside too.
+INNER_NAMES = _words(
+    "all_same amax b by_column by_rank by_warp c chunk_sum chunk_sums col comb_of cs d dots e element first g "
+    "gate_of_d gates i inverse j k logit mix most moved next now own post_gate post_of pre_gate r reduced row same "
+    "stream sum task terms to total v value w warp_sum was ws xs"
+)
+_WORDS = _words(
+    "alignas alignof and asm auto bool break case catch char class concept const consteval constexpr constinit "
+    "const_cast continue decltype default delete do double dynamic_cast else enum explicit export extern false float "
+    "for friend goto if inline int long mutable namespace new noexcept not nullptr operator or private protected "
+    "public register reinterpret_cast requires return short signed sizeof static static_assert static_cast struct "
+    "switch template this throw true try typedef typeid typename union unsigned using virtual void volatile wchar_t "
+    "while xor"
+)
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*")
+
+
+def names_can_stand_in_text(program: Program) -> Iterator[str]:
+    """Names make C identifiers (`.` becomes `_`), each its own, and none that C++ or the text itself uses."""
+    for what, names in (("stage", [s.name for s in program.stages]), ("tensor", [t.name for t in program.tensors])):
+        for name in names:
+            if not _NAME.fullmatch(name) or "__" in name:
+                yield f"{what} {name!r} is not made of letters, digits, single underscores and dots"
+    seen: dict[str, str] = {}
+    for tensor in program.tensors:
+        name = tensor.name.replace(".", "_")
+        taken = TEXT_NAMES | _WORDS | (_words("") if "T" in tensor.shape else INNER_NAMES)
+        if name in taken or name.startswith(("mhc_", "s_", "r_")):
+            yield f"tensor {tensor.name} has a name that the emitted text uses for something else"
+        for text in (name, f"{name}_t", f"{name}_c"):  # the tensor, its token's row, its cluster's first row
+            if seen.setdefault(text, tensor.name) != tensor.name:
+                yield f"tensors {seen[text]} and {tensor.name} would both be {text} in the emitted text"
 
 
 def attributes_have_legal_values(program: Program) -> Iterator[str]:
@@ -303,6 +349,7 @@ def tokens_are_counted(program: Program) -> Iterator[str]:
 RULES: tuple[Rule, ...] = (
     sizes_are_given,
     names_are_unique,
+    names_can_stand_in_text,
     attributes_have_legal_values,
     every_stage_matches_its_kind,
     every_matrix_is_of_a_kind,

@@ -26,6 +26,7 @@ from mhcgen import emit
 from mhcgen.errors import InternalError, TemplateError
 from mhcgen.lower import EmitItem, float_literal, lower
 from mhcgen.plan import Sync, edit_sync
+from mhcgen.verify import INNER_NAMES, TEXT_NAMES
 
 ROOT = Path(emit.__file__).parent / "templates"
 ALL_TEMPLATES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.j2"))
@@ -245,6 +246,33 @@ def test_both_eps_reach_the_text(rms_eps: float, hc_eps: float) -> None:
     code = re.sub(r"//[^\n]*", "", text)
     literals = {np.float32(number) for number in re.findall(r"(?<![\w.])(\d+\.?\d*(?:e[+-]\d+)?)f\b", code)}
     assert {np.float32(rms_eps), np.float32(hc_eps)} <= literals
+
+
+# ---- names ------------------------------------------------------------------------------------------
+_TYPE = r"(?:float|double|int|bool|unsigned|char|long long|short|\{\{ ?\w+ ?\}\})"
+_DECLARED = re.compile(
+    rf"\b(?:const\s+)?{_TYPE}(?:\s*const)?[\s*&(]+([a-z]\w*)(?:\[[^\]]*\])*\)?(?:\[[^\]]*\])*\s*(?=[=;,:])([^;]*)"
+)
+
+
+def declared(*folders: str) -> set[str]:
+    """Variables that templates declare: the first of a declaration, and those after commas outside brackets."""
+    found = set()
+    for template in TEMPLATES:
+        if template.startswith(folders):
+            text = re.sub(r"//[^\n]*", "", (ROOT / template).read_text())
+            for match in _DECLARED.finditer(text):
+                found.add(match[1])
+                for piece in re.split(r",(?![^(\[{]*[)\]}])", match[2])[1:]:
+                    found |= set(re.findall(r"^\s*([a-z]\w*)", piece))
+    return found
+
+
+def test_no_tensor_may_take_the_name_of_a_variable() -> None:
+    """A weight called `cs` would be read as the chunk of a column; the verifier refuses such names."""
+    usual = {"scale"}  # of the gates; quant's own is in another scope
+    assert declared("registers/", "kernel.cu.j2") - TEXT_NAMES == set()
+    assert declared("steps/", "columns/", "guards/") - TEXT_NAMES - INNER_NAMES - usual == {"mhc_"}
 
 
 # ---- counted after rendering ------------------------------------------------------------------------

@@ -79,6 +79,36 @@ BROKEN: dict[str, list[tuple[Program, list[str]]]] = {
             ["size G is 2, and 1 follows from the others"],
         ),
     ],
+    "names_can_stand_in_text": [
+        (
+            factories.program(factories.stage("norm", operands={"weight": name})),
+            [f"tensor {name} has a name that the emitted text uses for something else"],
+        )
+        for name in ("cs", "ws", "float", "lane", "tokens", "s_norm_part", "mhc_sum", "threadIdx")
+    ]
+    + [
+        (
+            factories.program(factories.stage("mean", operands={"x": name})),
+            [f"tensor {name!r} is not made of letters, digits, single underscores and dots"],
+        )
+        for name in ("x y", "", "a__b", "_x", "x;", "x.", "ü")
+    ]
+    + [
+        (
+            factories.program(factories.stage("mean", "a-b")),
+            ["stage 'a-b' is not made of letters, digits, single underscores and dots"],
+        ),
+        (
+            factories.program(factories.stage("mean", results={"y": "x_t"})),
+            ["tensors x and x_t would both be x_t in the emitted text"],
+        ),
+        (
+            factories.program(
+                factories.stage("mean", results={"y": "a.y"}), factories.stage("mean", "b", {}, {"y": "a_y"})
+            ),
+            [f"tensors a.y and a_y would both be {text} in the emitted text" for text in ("a_y", "a_y_t", "a_y_c")],
+        ),
+    ],
     "attributes_have_legal_values": [
         (
             factories.program(factories.stage(kind, usual=(), **{key: value})),

@@ -20,6 +20,7 @@ from mhcgen.plan import Options, Plan
 GRAPHS: dict[str, tuple[Program, str]] = {
     "x_next is a result and read": (mhcgen.build(scope="boundary", hidden=12), "boundary"),
     "every value is a result": (program(*chain(), n=3, hidden=12, results=("mixes_scaled", "pre", "logits")), "pre"),
+    "y is a result and normalised": (program(*chain(), stage("norm"), n=3, hidden=12, results=("y",)), "pre-norm"),
     "a result read twice": (
         program(
             stage("expand", results={"x": "x"}),
