@@ -191,7 +191,7 @@ def eps_outside_root(program: Program, plan: Plan) -> Iterator[Fault]:
     """1 / (sqrt(mean) + eps) in place of 1 / sqrt(mean + eps), or the other way round."""
 
     def change(stage: Stage) -> dict[str, AttrValue]:
-        if stage.kind != "rowsq":
+        if stage.kind not in ("rowsq", "rowsq_streams"):
             return {}
         return {"eps_place": "in" if stage.option("eps_place", "in") == "out" else "out"}
 
