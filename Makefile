@@ -5,7 +5,7 @@ BIN := .venv/bin
 DEMO := build/demo
 WORKERS ?= 2
 
-.PHONY: demo test lint generated docs docs-site setup clean
+.PHONY: demo test matrix lint generated docs docs-site setup clean
 
 # Emits, shows the decisions and a refusal, and runs the differential gate: on a GPU if there is one, else on the CPU.
 demo: setup
@@ -22,6 +22,10 @@ test: setup lint
 	$(BIN)/python -m pytest --doctest-modules mhcgen --ignore mhcgen/torch
 	$(BIN)/python -m pytest -n $(WORKERS) generated
 	$(BIN)/python -m pytest -n $(WORKERS)
+
+# Every model at every stream count, width and dtype: bounds, schedules, races. Too long for every day.
+matrix: setup
+	$(BIN)/python -m pytest --slow -n $(WORKERS) tests/models/test_models.py -k test_the_matrix
 
 lint: setup
 	$(BIN)/ruff check .
