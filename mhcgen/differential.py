@@ -24,6 +24,7 @@ from mhcgen.errors import InputError
 from mhcgen.folder import FORMAT, read_manifest
 from mhcgen.inputs import DISCRIMINATING, discriminating, make_inputs, poison, poisoned_mask
 from mhcgen.ir import Program
+from mhcgen.stages import STREAM_LAST
 
 #: Names of inputs: uniform numbers, and those that tell known mistakes apart.
 INPUTS = ("uniform", *DISCRIMINATING)
@@ -174,10 +175,10 @@ def _inputs(folder: Path, tokens: int, inputs: str) -> dict[str, Array] | None:
 _OPAQUE = ("branch", "engram", "tap")
 
 
-def _opaque(kind: str, operand: Array) -> Array:
+def _opaque(kind: str, operand: Array, last: bool) -> Array:
     """Stands in for what an opaque stage does: anything will do, as long as it is always the same."""
     if kind == "tap":
-        return np.ascontiguousarray(operand[:, 0])
+        return np.ascontiguousarray(operand[:, :, 0] if last else operand[:, 0])
     halved: Array = operand * np.asarray(0.5, operand.dtype)
     return halved.astype(operand.dtype)
 
@@ -215,7 +216,7 @@ def _run(folder: Path, name: str, given: dict[str, Array], tokens: int, backend:
     for step in schedule:
         if "opaque" in step:
             (operand,), (made,) = step["operands"].values(), step["results"].values()
-            values[made] = _opaque(step["kind"], values[operand])
+            values[made] = _opaque(step["kind"], values[operand], program.tensor(operand).shape == STREAM_LAST)
             continue
         written = [p["tensor"] for p in step["parameters"] if p.get("access") == "write" and "tensor" in p]
         for tensor in written:

@@ -18,7 +18,7 @@ from mhcgen.inputs import make_inputs
 from mhcgen.ir import AttrValue, Program, Stage, Tensor, make_stage
 from mhcgen.plan import Access, Kernel, Node, Options, Plan, Step
 from mhcgen.runtime import NUMPY_DTYPES
-from mhcgen.stages import COMB_STAGES, KINDS
+from mhcgen.stages import COMB_STAGES, KINDS, STREAM_LAST
 
 #: The least each kind needs of attributes.
 ATTRS: dict[str, dict[str, AttrValue]] = {
@@ -188,7 +188,9 @@ def branches(made: Program) -> dict[str, Callable[..., Any]]:
         def run(**operands: Any) -> Any:
             (value,) = operands.values()
             half = value.astype(np.float32) * np.float32(0.5)
-            return np.ascontiguousarray((half[:, 0] if s.kind == "tap" else half).astype(dtype))
+            if s.kind == "tap":  # the first stream, wherever the memory has it
+                half = half[:, :, 0] if made.tensor(s.operand("x")).shape == STREAM_LAST else half[:, 0]
+            return np.ascontiguousarray(half.astype(dtype))
 
         return run
 

@@ -157,6 +157,7 @@ class _Maker:
                 stop, options = draw(st.booleans()), self.options(OPTIONS)
                 if options.get("domain") == "log":  # its potentials leave no choice of these
                     options = {key: options[key] for key in options if key not in ("start", "eps_mode")}
+                    stop = False
                 self.add(
                     "sinkhorn",
                     {"logits": "logits"},

@@ -73,7 +73,8 @@ def _programs() -> Iterator[tuple[str, Program, dict[str, Any]]]:
             made = mhcgen.build(model, hidden=40, dtype=dtype, scope="trunk", exit="mean")
             yield f"model {model} {dtype}", made, {"fuse": "none"}
             yield f"model {model} {dtype} pre", made, {"fuse": "pre"}
-    yield "stamped by the first of several blocks", mhcgen.build(hidden=4096, scope="post"), {"stamps": True}
+    yield "stamped by the first block of a token's columns", mhcgen.build(hidden=4096, scope="post"), {"stamps": True}
+    yield "stamped by the first block of a token's rows", mhcgen.build(projection="fma"), {"stamps": True}
     for streams in (3, 8):
         yield f"post {streams}", mhcgen.build(streams=streams, hidden=40, scope="post"), {}
     logs = program(stage("sinkhorn", domain="log"), arithmetic=Arithmetic(functions="fast"))

@@ -121,6 +121,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fp8": {"fuse": "pre-norm-quant", "quant": "fp8", "hidden": 128, "dtype": "fp16"},
     "boundary": {"fuse": "boundary", "hidden": 64},
     "readers": {"fuse": "rowsq+gates", "hidden": 64, "extra": "engram,tap"},
+    "stream last": {"model": "transformer-engine", "fuse": "pre", "hidden": 24, "streams": 3, "extra": "tap"},
     "site": {"scope": "site", "fuse": "pre", "hidden": 32},
     "stamps": {"fuse": "pre", "hidden": 64, "stamps": True, "scalar": True},
     "counted": {"fuse": "seed", "hidden": 32, "early_stop": True, "iterations_out": True},

@@ -22,6 +22,7 @@ from mhcgen.ir import Program
 from mhcgen.passes.fuse import OPAQUE_KINDS
 from mhcgen.plan import Plan
 from mhcgen.runtime import NUMPY_DTYPES, CudaRunner, HostRunner, Module
+from mhcgen.stages import STREAM_LAST
 
 Array = npt.NDArray[Any]
 Arrays = dict[str, Array]
@@ -178,22 +179,23 @@ def machine_of(backend: str) -> Machine:
 
 
 # ---- opaque stages ----------------------------------------------------------------------------------
-def _branch(z: Array) -> Array:
+def _branch(z: Array, last: bool) -> Array:
     """Half the columns in reverse order: depends on every column and its place, exact but for subnormals."""
     return np.ascontiguousarray(z[:, ::-1] * z.dtype.type(0.5))
 
 
-def _engram(x: Array) -> Array:
+def _engram(x: Array, last: bool) -> Array:
     """Every column moved by one: exact in every dtype."""
-    return np.ascontiguousarray(np.roll(x, 1, axis=2))
+    return np.ascontiguousarray(np.roll(x, 1, axis=1 if last else 2))
 
 
-def _tap(x: Array) -> Array:
+def _tap(x: Array, last: bool) -> Array:
     """The first stream."""
-    return np.ascontiguousarray(x[:, 0, :])
+    return np.ascontiguousarray(x[:, :, 0] if last else x[:, 0, :])
 
 
-OPAQUE: dict[str, Callable[[Array], Array]] = {"branch": _branch, "engram": _engram, "tap": _tap}
+#: What opaque stages do here, of an operand and whether its streams lie side by side.
+OPAQUE: dict[str, Callable[[Array, bool], Array]] = {"branch": _branch, "engram": _engram, "tap": _tap}
 
 
 def opaque_functions(program: Program, arena: Arena, made: Arrays) -> dict[str, Callable[..., Any]]:
@@ -205,16 +207,18 @@ def opaque_functions(program: Program, arena: Arena, made: Arrays) -> dict[str, 
         made: takes a copy of every result, by tensor name.
     """
 
-    def bound(kind: str, result: str) -> Callable[..., Any]:
+    def bound(kind: str, operand: str, result: str) -> Callable[..., Any]:
+        last = program.tensor(operand).shape == STREAM_LAST
+
         def run(**operands: Any) -> Any:
             (array,) = operands.values()
             with np.errstate(all="ignore"):
-                made[result] = OPAQUE[kind](arena.fetch(array))
+                made[result] = OPAQUE[kind](arena.fetch(array), last)
             return arena.put(made[result], 0)
 
         return run
 
-    return {s.name: bound(s.kind, s.writes[0]) for s in program.stages_of_kind(*OPAQUE_KINDS)}
+    return {s.name: bound(s.kind, s.reads[0], s.writes[0]) for s in program.stages_of_kind(*OPAQUE_KINDS)}
 
 
 # ---- running ----------------------------------------------------------------------------------------

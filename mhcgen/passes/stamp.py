@@ -99,7 +99,7 @@ def _template(kernel: Kernel) -> str:
     """One block stamps for a token: its only one, the leader of its cluster, or the first of those that share it."""
     if kernel.cluster > 1:
         return "stamp_leader"
-    return "stamp_first" if kernel.columns is not None and kernel.columns.blocks > 1 else "stamp"
+    return "stamp_first" if kernel.grid_blocks > 1 else "stamp"
 
 
 def _step(kernel: Kernel, team: str, index: int, count: int) -> Step:

@@ -33,6 +33,7 @@ ALL_PARTS = {"norm": True, "quant": "q8", "projection": "fma", "iterations_out":
         ({"scope": "site", "norm": True, "dtype": "bf16"}, "pre"),
         ({"scope": "boundary", "streams": 3}, "boundary"),
         ({"scope": "boundary", "extra": ("engram", "tap")}, "pre"),
+        ({"model": "transformer-engine", "scope": "boundary", "extra": ("engram", "tap"), "streams": 3}, "pre"),
         ({"scope": "trunk", "hidden": 33}, "pre"),
         ({"scope": "head"}, "none"),
         ({"scope": "expand"}, "none"),
