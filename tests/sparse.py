@@ -58,8 +58,12 @@ def borders(program: Program, tokens: int) -> list[int]:
     return sorted({0, tokens - 1} | {token for token in around if token < tokens})
 
 
+def module(plan: Plan, wanted: Sequence[int], **options: Any) -> Module:
+    """A Module that runs the wanted tokens of each call; options are those of `HostRunner`."""
+    return Module(plan, SomeTokens(plan, wanted, **options))
+
+
 def run(plan: Plan, rows: dict[str, Any], tokens: int, wanted: Sequence[int], **options: Any) -> tuple[Module, Any]:
     """The Module and its results, T rows of them."""
-    runner = SomeTokens(plan, wanted, **options)
-    module = Module(plan, runner)
-    return module, module(**at(plan.program, rows, tokens, wanted))
+    loaded = module(plan, wanted, **options)
+    return loaded, loaded(**at(plan.program, rows, tokens, wanted))

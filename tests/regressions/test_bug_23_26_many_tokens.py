@@ -35,7 +35,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "expand": ({"hidden": 4096, "scope": "expand"}, {"fuse": "none"}),
     "one stream": ({"streams": 1, "hidden": 7}, {"fuse": "pre"}),
     "sixteen streams": ({"streams": 16, "hidden": 8192, "dtype": "bf16"}, {"fuse": "pre"}),
-    "streams last": ({"model": "plain-hc", "hidden": 1024, "projection": "fma"}, {"fuse": "pre"}),
+    "streams last": ({"model": "transformer-engine", "hidden": 1024, "projection": "fma"}, {"fuse": "pre"}),
     "stamped": ({"hidden": 512}, {"fuse": "pre", "stamps": True}),
 }
 
