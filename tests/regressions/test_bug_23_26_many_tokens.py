@@ -17,8 +17,10 @@ import pytest
 import sparse
 
 import mhcgen
+from mhcgen.backends.host import HostBuffer
 from mhcgen.errors import InputError
-from mhcgen.runtime import geometry
+from mhcgen.plan import Kernel, Plan
+from mhcgen.runtime import HostRunner, Module, geometry
 
 FULL = {"norm": True, "quant": "q8"}
 #: name -> what is built, how it is fused; between them every grid and every kind of stage.
@@ -78,6 +80,33 @@ def in_32_bits(text: str) -> str:
 def test_offsets_of_32_bits_are_seen(name: str) -> None:
     with pytest.raises(AssertionError):
         offsets(name, in_32_bits)
+
+
+def test_the_last_row_of_the_largest_projection_is_right() -> None:
+    """fn has 2^32 elements and more at n = 16 and the largest H: an offset of its own."""
+    program = factories.program(factories.stage("project"), n=16, hidden=2**20)
+    rows, columns = program.shape("fn", 1)
+    assert rows * columns > 2**32
+    fn, x = (HostBuffer(shape, np.float32, sparse=True).array for shape in ((rows, columns), (1, 16, 2**20)))
+    for at, value in ((0, 1.0), (columns // 2, 2.0), (columns - 1, 4.0)):
+        fn[rows - 1, at] = value
+        x.reshape(-1)[at] = 1.0
+    plan = mhcgen.compile(program)
+    (kernel,) = plan.kernels
+    assert kernel.grid == "token_rows" and kernel.row_blocks == rows
+    out = Module(plan, OneRow(plan, rows - 1))(x=x, fn=fn)
+    assert out["mixes"][0, -1] == 7.0
+
+
+class OneRow(HostRunner):
+    """Runs one block of a grid of rows."""
+
+    def __init__(self, plan: Plan, row: int) -> None:
+        super().__init__(plan)
+        self.row = row
+
+    def launch(self, kernel: Kernel, scalar: bool, grid: tuple[int, int], *rest: Any, **options: Any) -> Any:
+        return super().launch(kernel, scalar, grid, *rest, blocks=[self.row * grid[0]], **options)
 
 
 @pytest.mark.parametrize("name", ["pre", "unfused", "cluster"])
