@@ -31,6 +31,7 @@ class SomeTokens(HostRunner):
     def launch(
         self, kernel: Kernel, scalar: bool, grid: tuple[int, int], args: list[Any], fresh: tuple[str, ...], **own: Any
     ) -> Any:
+        assert grid[1] <= 1024, f"tokens belong on the first axis of the grid {grid}"
         share = args[-2] if kernel.cluster > 1 else 1
         columns = sorted({0 if kernel.grid == "once" else token // share for token in self.wanted})
         self.ran[kernel.name] = {column * share + i for column in columns for i in range(share)}

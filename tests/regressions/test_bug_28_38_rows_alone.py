@@ -101,6 +101,14 @@ def test_a_row_is_itself_on_both_sides_of_every_threshold(name: str) -> None:
         assert dependent(name, tokens, plans(name)[regime_of(tokens)]) == [], tokens
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_no_rows_are_no_launch_in_either_class(name: str) -> None:
+    for plan in plans(name).values():
+        module = plan.load("host")
+        out = module(**factories.inputs(plan.program, 0))
+        assert all(array.shape[0] == 0 for array in out.values()) and module.launches == []
+
+
 @pytest.mark.parametrize("tokens", [1024, 8192])
 @pytest.mark.parametrize("name", ["slab and streamed", "cluster of 4", "boundary cluster"])
 def test_a_row_is_itself_among_many(name: str, tokens: int) -> None:
