@@ -172,7 +172,8 @@ CATALOGUE: dict[str, CatalogueEntry] = {
         ),
         CatalogueEntry(
             "P-CLUSTER",
-            "A cluster was asked for where the kernel, the architecture or the registers do not allow one.",
+            "A cluster of fewer than 1 or more than 16 blocks was asked for, or one where the kernel, the "
+            "architecture or the registers do not allow it.",
             "Leave `--cluster` out, or fuse the projection, rowsq and gates into the kernel.",
         ),
         CatalogueEntry(

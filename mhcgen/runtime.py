@@ -63,6 +63,8 @@ class Module:
         self.launches: list[Launch] = []
         self.stamps: dict[str, Any] = {}
         self._order = launch_order(plan)
+        #: tensor -> index in the order of what writes it
+        self._written_by = {name: i for i, unit in enumerate(self._order) for name in _writes(plan, unit)}
         #: kernel name -> tensors behind its pointers, and names of parameters that it is the first to write
         self._pointers = {kernel.name: _pointers(plan, kernel) for kernel in plan.kernels}
         #: what a call writes to global memory, and allocates unless `out` gives it
@@ -94,16 +96,20 @@ class Module:
         """
         tokens = self._check_inputs(tensors)
         arrays: dict[str, Any] = dict(tensors)
-        for name, array in (out or {}).items():
-            self._check_out(name, array, tokens, tensors)
-            arrays[name] = array
+        if out:
+            for name, array in out.items():
+                self._check_out(name, array, tokens)
+            self._check_overlaps(out, tensors)
+            arrays |= out
         for tensor in self.outputs:
             if tensor.name not in arrays:
                 arrays[tensor.name] = self.runner.empty(self.program.shape(tensor.name, tokens), tensor.dtype)
         self.launches = []
-        for unit in self._order:
+        for place, unit in enumerate(self._order):
             if isinstance(unit, Stage):
                 self._branch(unit, arrays, branches or {}, tokens)
+                later = {t: array for t, array in (out or {}).items() if self._written_by[t] > place}
+                self._check_later(unit, arrays, later)
             elif tokens > 0 or unit.grid == "once":
                 self._launch(unit, arrays, tokens, dict(launch_options or {}))
         return {t.name: arrays[t.name] for t in self.program.of_role("result")}
@@ -228,7 +234,7 @@ class Module:
                 hints=("pass a contiguous copy, e.g. np.ascontiguousarray or cupy.ascontiguousarray",),
             )
 
-    def _check_out(self, name: str, array: Any, tokens: int, tensors: Mapping[str, Any]) -> None:
+    def _check_out(self, name: str, array: Any, tokens: int) -> None:
         made = {t.name: t for t in self.program.of_role("value", "result")}
         if name not in made:
             raise InputError(
@@ -238,16 +244,39 @@ class Module:
                 hints=(f"it writes {', '.join(made)}",),
             )
         self._check_array(made[name], array, tokens)
-        start, end = self.runner.address(array), self.runner.address(array) + int(array.nbytes)
-        for other, given in tensors.items():
-            begin = self.runner.address(given)
-            if start < begin + int(given.nbytes) and begin < end:
+
+    def _check_overlaps(self, out: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
+        """What is written shares memory with nothing that is read, and with nothing else that is written."""
+        taken = [(f"input {name}", *self._span(array)) for name, array in tensors.items()]
+        for name, array in out.items():
+            start, end = self._span(array)
+            for other, begin, stop in taken:
+                if start < stop and begin < end:
+                    raise InputError(
+                        "I-OVERLAP",
+                        f"out {name} overlaps {other}",
+                        where=f"out[{name!r}]",
+                        hints=("give each result memory of its own; inputs are never mutated",),
+                    )
+            taken.append((f"out {name}", start, end))
+
+    def _check_later(self, stage: Stage, arrays: Mapping[str, Any], later: Mapping[str, Any]) -> None:
+        """What a branch made is not in memory of the caller's that a later kernel writes."""
+        ((_, name),) = stage.results
+        start, end = self._span(arrays[name])
+        for other, array in later.items():
+            begin, stop = self._span(array)
+            if start < stop and begin < end:
                 raise InputError(
                     "I-OVERLAP",
-                    f"out {name} overlaps input {other}",
-                    where=f"out[{name!r}]",
-                    hints=("give each result memory of its own; inputs are never mutated",),
+                    f"{name}, which {stage.name} returned, overlaps out {other}, which is written later",
+                    where=f"branches[{stage.name!r}]",
+                    hints=("return an array of its own, or one of the operands",),
                 )
+
+    def _span(self, array: Any) -> tuple[int, int]:
+        start = self.runner.address(array)
+        return start, start + int(array.nbytes)
 
 
 def _pointers(plan: Plan, kernel: Kernel) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -298,14 +327,21 @@ def launch_order(plan: Plan) -> tuple[Kernel | Stage, ...]:
     ]
     while waiting:
         for unit in waiting:
-            stages = (unit,) if isinstance(unit, Stage) else plan.kernel_stages(unit)
-            made = {t for stage in stages for t in stage.writes}
-            if all(t in done or t in made for stage in stages for t in stage.reads):
+            made = _writes(plan, unit)
+            if all(t in done or t in made for stage in _stages(plan, unit) for t in stage.reads):
                 units.append(unit)
                 done |= made
                 waiting.remove(unit)
                 break
     return tuple(units)
+
+
+def _stages(plan: Plan, unit: Kernel | Stage) -> tuple[Stage, ...]:
+    return (unit,) if isinstance(unit, Stage) else plan.kernel_stages(unit)
+
+
+def _writes(plan: Plan, unit: Kernel | Stage) -> set[str]:
+    return {tensor for stage in _stages(plan, unit) for tensor in stage.writes}
 
 
 def load(plan: Plan, backend: str = "auto", **options: Any) -> Module:

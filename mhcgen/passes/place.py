@@ -7,7 +7,7 @@ kernel {rowsq gates sinkhorn collapse}
   logits   one element a lane | one row a lane | all in every lane | shared memory
 ```
 The reduction order over columns does not depend on any of it (mhcgen.arithmetic), so neither do the bits.
-Refusal codes: P-ELEMENT, P-REGISTERS, P-CHAIN, P-SLAB, L-THREADS.
+Refusal codes: P-ELEMENT, P-REGISTERS, P-CHAIN, P-SLAB, P-CLUSTER, L-THREADS.
 
 Deliberately not done here: barriers. Steps only state what they touch.
 """
@@ -20,7 +20,7 @@ from mhcgen.combs import DirectMap, comb_program
 from mhcgen.errors import UsageError
 from mhcgen.ir import Stage
 from mhcgen.log import Decision, LogEntry
-from mhcgen.passes.geometry import KEPT_COLUMNS, WORKING_REGISTERS, geometry, registers_per_thread
+from mhcgen.passes.geometry import KEPT_COLUMNS, MAX_CLUSTER, WORKING_REGISTERS, geometry, registers_per_thread
 from mhcgen.passes.refuse import refuse
 from mhcgen.plan import MIX_WARPS, PLACEMENTS, REGIMES, SLABS, SYNCS, Kernel, Options, Place, Plan
 from mhcgen.stages import COMB_STAGES, KINDS
@@ -70,6 +70,17 @@ def _check_options(options: Options) -> None:
             f"threads {threads!r}",
             "a block is a multiple of 32 threads from 32 to 1024",
             "use a multiple of 32 up to 1024",
+        )
+    cluster = options.cluster
+    if cluster is not None and (
+        isinstance(cluster, bool) or not isinstance(cluster, int) or not 1 <= cluster <= MAX_CLUSTER
+    ):
+        raise refuse(
+            "place",
+            "P-CLUSTER",
+            f"cluster {cluster!r}",
+            f"a cluster has 1 to {MAX_CLUSTER} blocks",
+            "use a count from 1, for no cluster, to 16",
         )
 
 

@@ -12,7 +12,7 @@ import pytest
 from host_cases import signature
 
 from mhcgen.backends.host import HostBuffer, HostModule, buffers
-from mhcgen.errors import InputError, InputTypeError, MhcgenError, UsageError
+from mhcgen.errors import EnvironmentFault, InputError, InputTypeError, MhcgenError, UsageError
 
 TEXT = """
 #include <cuda_bf16.h>
@@ -195,6 +195,15 @@ def test_guard_bands_of_a_host_buffer(host: HostModule) -> None:
     assert (finding.rule, finding.offset) == ("oob-guard", 12)
     assert small.broken_guard() is None  # mended, so that the next launch is judged by itself
     assert host.launch("copy", 1, 3, [floats(4), small]).ok
+
+
+def test_a_sparse_buffer_is_larger_than_memory(host: HostModule) -> None:
+    vast = HostBuffer(2**40, np.float32, sparse=True)
+    assert not vast.array[:4].any() and not vast.array[-4:].any()
+    (finding,) = host.launch("copy", 1, 4, [floats(4), vast.array[-3:]]).findings
+    assert (finding.rule, vast.array[-3:].tolist()) == ("oob-guard", [1, 2, 3])
+    with pytest.raises(EnvironmentFault, match="bytes of addresses"):
+        HostBuffer(2**60, np.uint8, sparse=True)
 
 
 @pytest.mark.parametrize("misalign", [4, 8])

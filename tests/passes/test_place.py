@@ -188,6 +188,16 @@ def test_threads_that_no_block_has_are_refused(threads: Any) -> None:
     assert caught.value.code == "L-THREADS"
 
 
+@pytest.mark.parametrize("cluster", [0, -1, 17, 10**9, 2.0, True, "4"])
+@pytest.mark.parametrize("fuse", ["none", "pre"])
+def test_clusters_that_no_gpu_has_are_refused(fuse: str, cluster: Any) -> None:
+    made = mhcgen.build(hidden=7168, projection="fma")
+    with pytest.raises(RefusedError) as caught:
+        mhcgen.compile(made, fuse, cluster=cluster)
+    assert caught.value.code == "P-CLUSTER"
+    assert "1 to 16" in str(caught.value)
+
+
 @pytest.mark.parametrize("placement", ["shared", "row", "element", "registers"])
 def test_placing_twice_changes_nothing(placement: str) -> None:
     made = mhcgen.build(hidden=264, norm=True, quant="q8", projection="fma")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mhcgen
-from mhcgen.errors import InputError
+from mhcgen.errors import InputError, RefusedError
 
 
 @pytest.mark.parametrize("fuse", ["none", "pre"])
@@ -53,3 +53,28 @@ def test_token_counts_must_agree() -> None:
     inputs["mixes"] = inputs["mixes"][:1].copy()
     with pytest.raises(InputError, match="has 1 tokens and x has 2"):
         module(**inputs)
+
+
+@pytest.mark.parametrize("hidden", [5120, 6144, 7168])
+def test_every_cluster_size_covers_the_columns_or_is_refused(hidden: int) -> None:
+    """The counts of blocks that split the columns, which there were illegal at one width and legal at another."""
+    program = mhcgen.build(hidden=hidden, projection="fma", iters=1)
+    inputs = factories.inputs(program, 2)
+    usual = mhcgen.compile(program, "none").load("host")(**inputs)
+    tried: set[tuple[int, int]] = set()
+    for blocks in range(-1, 34):
+        try:
+            plan = mhcgen.compile(program, "pre", cluster=blocks)
+        except RefusedError as refused:
+            assert refused.code == "P-CLUSTER", blocks
+            assert not 1 < blocks <= 16 or "registers" in str(refused), blocks
+            continue
+        (kernel,) = plan.kernels
+        assert kernel.columns is not None and kernel.cluster <= blocks
+        each = 32 * kernel.columns.run  # columns of a block, where it is one of a cluster
+        assert kernel.cluster == 1 or (kernel.cluster - 1) * each < hidden <= kernel.cluster * each
+        if (kernel.cluster, each) not in tried:
+            tried.add((kernel.cluster, each))
+            out = plan.load("host")(**inputs)
+            assert all(usual[name].tobytes() == array.tobytes() for name, array in out.items()), blocks
+    assert len(tried) > 2

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import factories
+import numpy as np
 import pytest
 from differential import Ran, differing
 from factories import chain, program, stage
@@ -85,3 +86,28 @@ def test_results_may_not_overlap_inputs() -> None:
     inputs = factories.inputs(made, 2)
     with pytest.raises(mhcgen.MhcgenError, match="I-OVERLAP"):
         module(out={"x": inputs["e"].reshape(2, 1, 8)}, **inputs)
+
+
+@pytest.mark.parametrize("fuse", ["none", "pre"])
+def test_results_may_not_overlap_each_other(fuse: str) -> None:
+    """The second would overwrite part of the first."""
+    made = mhcgen.build(hidden=8)
+    module = mhcgen.compile(made, fuse).load("host")
+    room = np.zeros((3, 4), np.float32)
+    for other in (room[1:], room[:2]):
+        with pytest.raises(mhcgen.MhcgenError, match=r"I-OVERLAP.*out post overlaps out pre"):
+            module(out={"pre": room[:2], "post": other}, **factories.inputs(made, 2))
+    beside = np.zeros((4, 4), np.float32)
+    usual = module(**factories.inputs(made, 2))
+    out = module(out={"pre": beside[:2], "post": beside[2:]}, **factories.inputs(made, 2))
+    assert differing(usual, out) == []
+
+
+def test_a_branch_may_not_return_memory_that_is_written_later() -> None:
+    made = mhcgen.build(scope="site", streams=1, hidden=8)
+    module = mhcgen.compile(made, "pre").load("host")
+    out = {"x_next": np.zeros((2, 1, 8), np.float32)}
+    inputs = factories.inputs(made, 2)
+    with pytest.raises(mhcgen.MhcgenError, match=r"I-OVERLAP.*f, which branch returned, overlaps out x_next"):
+        module(out=out, branches={"branch": lambda **_: out["x_next"][:, 0]}, **inputs)
+    assert np.isfinite(module(branches={"branch": lambda z: z}, **inputs)["x_next"]).all()  # an operand is fine

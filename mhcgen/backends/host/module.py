@@ -336,7 +336,7 @@ def _load(path: Path) -> _Library:
     with _libraries_lock:
         if path not in _libraries:
             try:
-                handle = ctypes.CDLL(str(path), mode=ctypes.RTLD_LOCAL)
+                handle = _opened(path)
             except OSError as fault:
                 raise EnvironmentFault(
                     "E-LOAD",
@@ -354,6 +354,21 @@ def _load(path: Path) -> _Library:
             handle.mhc_rt_has_clusters.restype = ctypes.c_int
             _libraries[path] = _Library(handle)
         return _libraries[path]
+
+
+def _opened(path: Path) -> ctypes.CDLL:
+    """The shared object, without what its start-up code does to this thread's floating-point mode.
+
+    `g++ -ffast-math` links code into every module that turns subnormals off for the process that loads it. Launches
+    set their own mode; the caller's numpy would go on without subnormals.
+    """
+    process = ctypes.CDLL(None)
+    mode = ctypes.create_string_buffer(256)  # a fenv_t, of at most 32 bytes where we run
+    process.fegetenv(mode)
+    try:
+        return ctypes.CDLL(str(path), mode=ctypes.RTLD_LOCAL)
+    finally:
+        process.fesetenv(mode)
 
 
 def _stacks(threads: int) -> int:
