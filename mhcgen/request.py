@@ -24,7 +24,7 @@ _TEXT = (
     "model", "dtype", "functions", "sumsq", "projection", "scope", "exit", "quant", "fuse", "arch", "placement",
     "sync", "slab", "mix_warp", "regime",
 )
-_NUMBER = ("streams", "hidden", "layers", "iters", "rms_eps", "hc_eps", "norm_eps", "threads", "cluster")
+_NUMBER = ("streams", "hidden", "layers", "iters", "rank", "rms_eps", "hc_eps", "norm_eps", "threads", "cluster")
 _SWITCH = ("norm", "quant_pow2", "early_stop", "iterations_out", "scalar", "stamps", "dependent")
 NAMES = (*_TEXT, *_NUMBER, *_SWITCH, "extra")
 

@@ -31,6 +31,8 @@ def sizes_are_given(program: Program) -> Iterator[str]:
     for stage in program.stages_of_kind("quant"):
         if _is_count(stage.option("group", 1)):
             follows["G"] = -(-sizes["H"] // stage.option("group", 1))
+    if program.stages_of_kind("low_rank_gates") and _is_count(sizes.get("D")):
+        follows["R"] = sizes["D"] + sizes["n"]
     for symbol, size in follows.items():
         if sizes.get(symbol, size) != size:
             yield f"size {symbol} is {sizes[symbol]}, and {size} follows from the others"
@@ -82,7 +84,7 @@ TEXT_NAMES = _words(
 #: What inner scopes declare. Tensors with a token axis are named at the top only; weights are named inside too.
 INNER_NAMES = _words(
     "all_same amax b by_column by_rank by_warp c chunk_sum chunk_sums col comb_of cs d dots e element first g "
-    "gate_of_d gates i inverse j k logit mix most moved next now own post_gate post_of pre_gate r reduced row same "
+    "gate_logits gate_of_d gates i inverse j k logit low mix most moved next now own post_gate post_of pre_gate r reduced row same "
     "stream sum task terms to total v value w warp_sum was ws xs"
 )
 _WORDS = _words(

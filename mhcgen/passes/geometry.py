@@ -14,7 +14,7 @@ from mhcgen.ir import Program, Stage
 from mhcgen.log import Decision, LogEntry
 from mhcgen.passes.refuse import refuse
 from mhcgen.plan import Columns, Kernel, Options, Place, Plan
-from mhcgen.stages import COMB_STAGES, EACH_STREAM, KINDS, STREAM_LAST
+from mhcgen.stages import COMB_STAGES, EACH_STREAM, KINDS, LOW_RANK, STREAM_LAST
 
 MAX_WARPS = 32
 REGISTERS_PER_SM = 65536
@@ -34,9 +34,9 @@ KEPT_COLUMNS = 16
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8_e4m3": 1, "int32": 4}
 
 #: Kinds that need every column of a token in one block.
-REDUCING = ("project", "rowsq", *EACH_STREAM, "norm")
+REDUCING = ("project", "rowsq", *EACH_STREAM, "norm_streams", "norm")
 #: Kinds whose totals or small vectors are worked on by one warp.
-MIXING = ("project", "rowsq", *EACH_STREAM, "gates", "head_gates", *COMB_STAGES)
+MIXING = ("project", "rowsq", *EACH_STREAM, "norm_streams", "gates", "head_gates", *LOW_RANK, *COMB_STAGES)
 
 
 def geometry(plan: Plan, kernel: Kernel, stages: tuple[Stage, ...], log: list[LogEntry]) -> Kernel:
