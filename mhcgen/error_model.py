@@ -329,7 +329,7 @@ def _low_rank_gates(model: ErrorModel, stage: Stage) -> dict[str, Array]:
 
 
 def _gated_mean(model: ErrorModel, stage: Stage) -> dict[str, Array]:
-    """Gate logits add rank products one after the other; the sum over streams and its division round as a mean does."""
+    """Products of a gate logit are added in order; the sum over streams and its division as in a mean."""
     x, low, up = (model.value(stage.operand(slot)) for slot in ("x", "bottleneck", "up"))
     x_error, low_error = model.error(stage.operand("x")), model.error(stage.operand("bottleneck"))
     tokens, n, hidden = x.shape

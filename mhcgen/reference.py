@@ -416,8 +416,8 @@ def evaluate(
     if kind == "norm_streams":
         return {"x_normed": norm_streams(o["x"], o["weight"], attr["eps"], attr.get("eps_place", "in"))}
     if kind in ("low_rank_gates", "head_low_rank_gates"):
-        found = low_rank_gates(o["mixes"], dims["n"], dims["D"], attr.get("post_mult", 1.0))
-        return dict(zip(("bottleneck", "post"), found, strict=True))
+        low, gate = low_rank_gates(o["mixes"], dims["n"], dims["D"], attr.get("post_mult", 1.0))
+        return {"bottleneck": low, "post": gate}
     if kind == "gated_mean":
         return {"y": gated_mean(o["x"], o["bottleneck"], o["up"])}
     if kind == "head_gates":

@@ -1,7 +1,7 @@
 """What is done to each stream alone, or to each element, in float64 numpy: part of the oracle `mhcgen.reference`.
 
-Plain hyper-connections (arXiv 2409.19606) and the gated residual of Qwen's qwen4_exp. Written from the formulas alone;
-nothing here comes from templates or passes.
+Plain hyper-connections (arXiv 2409.19606) and the gated residual of Qwen's qwen4_exp. Written from the formulas
+alone; nothing here comes from templates or passes.
 """
 
 from __future__ import annotations

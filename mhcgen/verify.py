@@ -84,8 +84,8 @@ TEXT_NAMES = _words(
 #: What inner scopes declare. Tensors with a token axis are named at the top only; weights are named inside too.
 INNER_NAMES = _words(
     "all_same amax b by_column by_rank by_warp c chunk_sum chunk_sums col comb_of cs d dots e element first g "
-    "gate_logits gate_of_d gates i inverse j k logit low mix most moved next now own post_gate post_of pre_gate r reduced row same "
-    "stream sum task terms to total v value w warp_sum was ws xs"
+    "gate_logits gate_of_d gates i inverse j k logit low mix most moved next now own post_gate post_of pre_gate r "
+    "reduced row same stream sum task terms to total v value w warp_sum was ws xs"
 )
 _WORDS = _words(
     "alignas alignof and asm auto bool break case catch char class concept const consteval constexpr constinit "

@@ -148,7 +148,7 @@ _PRESET_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "pre-norm": ((*_CHAIN, "norm"), (*PRE_CHAIN, "norm")),
     "pre-norm-quant": ((*_CHAIN, *_TAIL), (*PRE_CHAIN, *_TAIL)),
     "boundary": (("post", *_CHAIN, *_TAIL, *_EXITS), ("post", *PRE_CHAIN)),
-    "delayed": (("post", "collapse", "first", *_TAIL), ("post", "collapse")),
+    "delayed": (("post", "collapse", "first", "gated_mean", *_TAIL), ("post", "collapse")),
     "site": ((*_CHAIN, *_TAIL, "post"), (*PRE_CHAIN, "post")),
 }
 #: Presets that put the post of a site into the group of the site after it.

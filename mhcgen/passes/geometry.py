@@ -152,7 +152,9 @@ def _cluster_geometry(plan: Plan, kernel: Kernel, kinds: set[str], chunk: int, l
     most = MAX_CLUSTER if options.cluster is None else options.cluster
     wanted = options.cluster is not None and options.cluster > 1
     reason = ""
-    if most == 1 or "project" not in kinds or not kinds <= CLUSTER_KINDS:
+    if gated := kinds & {"norm_streams", *LOW_RANK, "gated_mean"}:
+        reason = "gates of every element have no steps for a cluster, so one block does a token's columns"
+    elif most == 1 or "project" not in kinds or not kinds <= CLUSTER_KINDS:
         reason = "only a kernel with a projection uses a cluster"
     elif not {"rowsq", "gates"} <= kinds:
         reason = "the leader of a token needs rowsq and gates in the kernel"
@@ -169,6 +171,8 @@ def _cluster_geometry(plan: Plan, kernel: Kernel, kinds: set[str], chunk: int, l
     if reason:
         if wanted:
             raise refuse("place", "P-CLUSTER", kernel.name, reason, "leave --cluster out")
+        if gated and "project" in kinds:
+            log.append(Decision("place", kernel.name, "no cluster", reason))
         return None
     n, hidden = program.dim("n"), program.dim("H")
     run = chunk
@@ -305,18 +309,20 @@ def _slab_geometry(
         extras = (0,)
     # With a given block size, narrower pieces let more threads share the columns.
     pieces = [chunk] if options.threads is None else [piece for piece in (8, 4, 2, 1) if piece <= chunk]
-    tried: list[tuple[int, int, int, int, int, int]] = []
+    tried: list[tuple[int, int, int, int, int, int, int]] = []
     for extra, piece in ((e, p) for e in extras for p in pieces):
         least = _least_run(stages, piece)
-        run, data_warps = _slab_run(options, extra, hidden, least, len(streams) * n, kernel.name)
-        need = len(streams) * n * run + WORKING_REGISTERS
+        # Gates of every element are made a chunk of all streams at a time.
+        working = WORKING_REGISTERS + (n * piece if "gated_mean" in kinds else 0)
+        run, data_warps = _slab_run(options, extra, hidden, least, len(streams) * n, working, kernel.name)
+        need = len(streams) * n * run + working
         have = registers_per_thread(data_warps + extra)
-        tried.append((extra, piece, run, data_warps, need, have))
+        tried.append((extra, piece, run, data_warps, need, have, working))
         if need <= have:
             break
-    extra, piece, run, data_warps, need, have = tried[-1] if tried[-1][4] <= tried[-1][5] else tried[0]
+    extra, piece, run, data_warps, need, have, working = tried[-1] if tried[-1][4] <= tried[-1][5] else tried[0]
     own = extra == 1
-    fits = f"{n} x {run} floats a thread and {WORKING_REGISTERS} to work with, of {have} registers"
+    fits = f"{n} x {run} floats a thread and {working} to work with, of {have} registers"
     if need > have:
         if options.slab == "registers":
             raise refuse(
@@ -360,7 +366,9 @@ def _slab_geometry(
     )
 
 
-def _slab_run(options: Options, extra: int, hidden: int, least: int, floats: int, kernel: str) -> tuple[int, int]:
+def _slab_run(
+    options: Options, extra: int, hidden: int, least: int, floats: int, working: int, kernel: str
+) -> tuple[int, int]:
     """Run and data warps for a slab of `floats` registers a column; fewer, wider threads while it does not fit."""
     most = MAX_WARPS - extra if options.threads is None else options.threads // 32 - extra
     if most < 1:
@@ -375,7 +383,7 @@ def _slab_run(options: Options, extra: int, hidden: int, least: int, floats: int
     if options.threads is not None:
         return run, most
     data_warps = -(-hidden // (32 * run))
-    while floats * run + WORKING_REGISTERS > registers_per_thread(data_warps + extra) and data_warps > 1:
+    while floats * run + working > registers_per_thread(data_warps + extra) and data_warps > 1:
         run *= 2
         data_warps = -(-hidden // (32 * run))
     return run, data_warps

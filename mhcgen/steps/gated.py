@@ -10,6 +10,8 @@ of fused multiply-adds over the rank. The order of that chain does not depend on
 
 from __future__ import annotations
 
+from typing import Any
+
 from mhcgen.ir import Stage
 from mhcgen.plan import Access
 from mhcgen.steps.column import stream_declares, stream_sinks, stream_writes
@@ -42,7 +44,7 @@ def norm_streams(context: Context, stage: Stage) -> None:
 def low_rank_gates(context: Context, stage: Stage) -> None:
     """The bottleneck, one lane an element, and post gates where the stage has them."""
     mixes, bottleneck = stage.operand("mixes"), stage.result("bottleneck")
-    common = {
+    common: dict[str, Any] = {
         "source": context.gate_source(mixes),
         "rank": context.elements(bottleneck),
         "count": float(context.n),

@@ -130,6 +130,9 @@ def test_parameter_shapes_follow_from_the_model(model: Model) -> None:
     n = min(model.legal_streams(4)[-1], 4)
     program = mhcgen.build(model.name, streams=n, hidden=8, projection="fma")
     shapes = {t.name: program.shape(t.name, 1) for t in program.of_role("parameter")}
+    if model.rank:
+        assert shapes == {"stream_weight": (n * 8,), "fn": (1 + n, n * 8), "up": (1, n * 8)}
+        return
     if model.static == "all":
         assert shapes == {"base": (model.mixes(n),)}
         return
@@ -145,6 +148,7 @@ def test_mix_counts() -> None:
     assert counts["kromhc"] == 4 + 4 + 4
     assert counts["ihc"] == 8 and counts["dhc"] == counts["circulant-hc"] == 12
     assert counts["static-mhc"] == 8
+    assert MODELS["gated-residual"].mixes(4, MODELS["gated-residual"].rank_at(2560)) == 320 + 4
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=list(MODELS))
@@ -175,6 +179,9 @@ def test_options_without_a_meaning_are_refused(model: Model) -> None:
     if not model.uses_hc_eps:
         with pytest.raises(UsageError, match="has no hc_eps"):
             mhcgen.build(model.name, streams=n, hidden=8, hc_eps=1e-3)
+    if not model.rank:
+        with pytest.raises(UsageError, match="no gates of low rank"):
+            mhcgen.build(model.name, streams=n, hidden=8, rank=2)
     if not model.iterated:
         with pytest.raises(UsageError, match="without iterations"):
             mhcgen.build(model.name, streams=n, hidden=8, iters=5)
