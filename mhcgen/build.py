@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from mhcgen.arithmetic import Arithmetic
 from mhcgen.chain import Builder, between, branch, head_chain, post, pre_chain, tail_results
@@ -74,6 +75,11 @@ class Config:
     layers: int = 1
     exit: str = "head"
     rank: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Fields by name for JSON; without those of gates that the model does not have."""
+        table = {**asdict(self), "extra": list(self.extra)}
+        return {name: value for name, value in table.items() if name != "rank" or value}
 
 
 def configure(model: str = "deepseek-v4", **given: object) -> Config:

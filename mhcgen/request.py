@@ -210,7 +210,8 @@ def _topology(path: Path) -> dict[str, Any]:
     found = read_topology(path)
     if found is None:
         raise _bad(path, "describes a trunk without hyper-connections", "there is nothing to emit for it")
-    return asdict(found)
+    # A rank of 0 is the default of the model.
+    return {name: value for name, value in asdict(found).items() if name != "rank" or value}
 
 
 def _bad(path: Path, what: str, hint: str) -> InputError:

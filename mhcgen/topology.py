@@ -26,7 +26,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from mhcgen.build import MAX_HIDDEN, MAX_ITERS, MAX_LAYERS, MAX_STREAMS, Config, configure
+from mhcgen.build import MAX_HIDDEN, MAX_ITERS, MAX_LAYERS, MAX_RANK, MAX_STREAMS, Config, configure
 from mhcgen.errors import InputError
 from mhcgen.models import EXITS
 from mhcgen.models import model as find_model
@@ -34,10 +34,12 @@ from mhcgen.models import model as find_model
 #: Keys of a table of `layers`; at the top they hold for every layer.
 LAYER_KEYS = ("streams", "iters", "rms_eps", "hc_eps", "norm_eps", "exit", "residual")
 #: Keys of our own format.
-OWN_KEYS = ("model", "hidden", "layers", *LAYER_KEYS)
+OWN_KEYS = ("model", "hidden", "layers", "rank", *LAYER_KEYS)
 RESIDUALS = ("hyper", "plain")
 
-_LARGEST = {"streams": MAX_STREAMS, "hidden": MAX_HIDDEN, "layers": MAX_LAYERS, "iters": MAX_ITERS}
+_LARGEST = {
+    "streams": MAX_STREAMS, "hidden": MAX_HIDDEN, "layers": MAX_LAYERS, "iters": MAX_ITERS, "rank": MAX_RANK,
+}  # fmt: skip
 #: What a layer has, to its key in a Hugging Face configuration.
 _HUGGING_FACE = {
     "streams": "hc_mult",
@@ -72,6 +74,7 @@ class Topology:
         hc_eps: eps of pre and Sinkhorn, never the same knob as rms_eps; 0 only in a model that has none.
         norm_eps: eps of the sub-layers' RMSNorm.
         exit: one of `mhcgen.models.EXITS`: `head` is the gated head.
+        rank: of gates that every element has of its own; 0 is the model's default.
     """
 
     model: str
@@ -83,11 +86,12 @@ class Topology:
     hc_eps: float
     norm_eps: float
     exit: str
+    rank: int = 0
 
     @property
     def rows(self) -> int:
-        """Mixes a token at a site: pre n, post n, and the logits of the mixing matrix."""
-        return find_model(self.model).mixes(self.streams)
+        """Mixes a token at a site: pre n, post n, and the logits of the mixing matrix; or rank and post n."""
+        return find_model(self.model).mixes(self.streams, self.config().rank)
 
     def config(self, **options: object) -> Config:
         """A checked Config of this topology; options are further fields of it (scope, norm, projection, ...).
@@ -96,6 +100,7 @@ class Topology:
             UsageError: a value out of range.
         """
         own = {field.name: getattr(self, field.name) for field in fields(self)}
+        own["rank"] = self.rank or None
         return configure(**{**own, **options})
 
 
@@ -194,6 +199,7 @@ def _own_layers(table: Mapping[str, Any], where: str, model: str | None) -> list
         raise _wrong(where, "the trunk has no layer", "give layers as a number or as [[layers]] tables")
     shared = {key: table[key] for key in LAYER_KEYS if key in table}
     fixed = {"model": spec.name, "hidden": table.get("hidden"), "layers": len(layers)}
+    fixed |= {"rank": table["rank"]} if "rank" in table else {}
     found: list[dict[str, Any] | None] = []
     for index, layer in enumerate(layers):
         merged = {**defaults, **shared, **layer}
@@ -284,6 +290,8 @@ def _checked(layer: Mapping[str, Any], where: str, index: int) -> Topology:
         values[key] = 0 if key in unused and layer.get(key) == 0 else _integer(key, layer.get(key), place)
     for key in ("rms_eps", "hc_eps", "norm_eps"):
         values[key] = 0.0 if key in unused and layer.get(key) == 0 else _eps(key, layer.get(key), place)
+    if "rank" in layer:
+        values["rank"] = _integer("rank", layer["rank"], place)
     values["exit"] = layer["exit"]
     if values["exit"] not in EXITS:
         raise _wrong(place, f"exit must be {' or '.join(EXITS)}, got {values['exit']!r}")
