@@ -90,7 +90,8 @@ def test_the_functions_give_their_results_by_name() -> None:
         crossed = mhc.gated_boundary(x, f, site.post, site.comb, weight, fn, up, setup=SMALL)
         x_next = mhc.post(x, f, site.post, site.comb, setup=SMALL)
         following = mhc.gated(x_next, weight, fn, up, setup=SMALL)
-    assert torch.equal(site.y, normed.y) and torch.allclose(site.y, y)  # a matrix product of fewer rows may round apart
+    assert torch.equal(site.y, normed.y)
+    assert torch.allclose(site.y, y)  # a matrix product of fewer rows may round apart
     assert torch.equal(crossed.x_next, x_next) and torch.equal(crossed.post_next, following.post)
     assert torch.allclose(x_next, x + site.post[:, :, None] * f[:, None])
 

@@ -86,6 +86,7 @@ MODELS = (
             "D is --rank; the default is the published 320 at H = 2560 and H/8 below, at least 1",
             "every module there rounds to the streams' dtype; here x_normed and y do, mixes and gates stay fp32",
             "the sub-layers there have no norm of their own; norm=True adds one",
+            "layers of ple_layer_ids there add to the streams before the attention site, as an engram does",
             "entry is n copies; exit head is the same mixer without post; the published model refuses n = 1",
         ),
     ),
