@@ -76,6 +76,12 @@ def _quant(stage: Stage) -> tuple[str, ...]:
     return (f"q_scale = amax of {stage.attr('group')} columns / {largest}{up}", f"q = {step}(z / q_scale)")
 
 
+def _of_normed(stage: Stage) -> tuple[str, ...]:
+    """The kind's own line, of the streams that the stage reads: x, or x_normed."""
+    text = KINDS[stage.kind].meaning.replace("[t,", "[")
+    return (text.replace("x[", "x_normed[") if stage.operand("x").endswith("x_normed") else text,)
+
+
 def _norm_streams(stage: Stage) -> tuple[str, ...]:
     return (f"x_normed[c,h] = x[c,h] * 1/{_root(stage, 'mean over h of x[c]^2')} * (1 + weight[c*H+h])",)
 
@@ -90,6 +96,8 @@ def _low_rank_gates(stage: Stage) -> tuple[str, ...]:
 _LINES: dict[str, Callable[[Stage], tuple[str, ...]]] = {
     "rowsq": _rowsq,
     "rowsq_streams": _rowsq_streams,
+    "project": _of_normed,
+    "gated_mean": _of_normed,
     "norm_streams": _norm_streams,
     "low_rank_gates": _low_rank_gates,
     "head_low_rank_gates": _low_rank_gates,

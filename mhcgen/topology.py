@@ -1,9 +1,9 @@
 """The hyper-connections of a whole trunk, read from a model configuration.
 
 Two formats are read. A Hugging Face `config.json`, whose keys (possibly under `text_config`) are `hc_mult`,
-`hc_sinkhorn_iters`, `hc_eps`, `rms_norm_eps`, `hidden_size`, `num_hidden_layers` (where gates are of elements `hc_count`
-and `hc_lowrank` in place of the first three); other keys are ignored. And one of our own, as TOML or JSON, whose keys
-are `OWN_KEYS`; other keys are errors:
+`hc_sinkhorn_iters`, `hc_eps`, `rms_norm_eps`, `hidden_size`, `num_hidden_layers` (where gates are of elements
+`hc_count` and `hc_lowrank` in place of the first three); other keys are ignored. And one of our own, as TOML or JSON,
+whose keys are `OWN_KEYS`; other keys are errors:
 
 ```toml
 model = "glm-5.3-flash"     # arithmetic, and the defaults of what is left out
