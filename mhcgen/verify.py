@@ -14,15 +14,19 @@ from mhcgen.arithmetic import PROJECTIONS
 from mhcgen.combs import COMB_KINDS
 from mhcgen.errors import ProgramError
 from mhcgen.ir import DTYPES, ROLES, Dim, Program, Stage
-from mhcgen.stages import COMB_STAGES, KINDS, LOCAL, STREAM_LAST, STREAMS
+from mhcgen.stages import COMB_STAGES, KINDS, LOCAL, LOW_RANK, STREAM_LAST, STREAMS
 
 Rule = Callable[[Program], Iterator[str]]
 
 
 def sizes_are_given(program: Program) -> Iterator[str]:
-    """n and H are positive integers, and the sizes that follow from them agree. All other rules rest on it."""
+    """n and H (D too, if gates have a rank) are positive integers, and the sizes that follow from them agree.
+
+    All other rules rest on it.
+    """
     sizes = dict(program.dims)
-    wrong = [symbol for symbol in ("n", "H") if not _is_count(sizes.get(symbol))]
+    ranked = ("D",) * any(stage.kind in (*LOW_RANK, "gated_mean") for stage in program.stages)
+    wrong = [symbol for symbol in ("n", "H", *ranked) if not _is_count(sizes.get(symbol))]
     for symbol in wrong:
         yield f"size {symbol} is {sizes.get(symbol)!r}, not a positive integer"
     if wrong:
@@ -31,7 +35,7 @@ def sizes_are_given(program: Program) -> Iterator[str]:
     for stage in program.stages_of_kind("quant"):
         if _is_count(stage.option("group", 1)):
             follows["G"] = -(-sizes["H"] // stage.option("group", 1))
-    if program.stages_of_kind("low_rank_gates") and _is_count(sizes.get("D")):
+    if program.stages_of_kind("low_rank_gates"):
         follows["R"] = sizes["D"] + sizes["n"]
     for symbol, size in follows.items():
         if sizes.get(symbol, size) != size:
