@@ -108,10 +108,13 @@ def _least_run(stages: tuple[Stage, ...], chunk: int) -> int:
 
 
 def _pointwise(plan: Plan, kernel: Kernel, chunk: int, log: list[LogEntry]) -> Kernel:
-    hidden = plan.program.dim("H")
+    hidden, options = plan.program.dim("H"), plan.options
+    wanted = (options.threads or 32 * POINTWISE_WARPS) // 32
+    gated = any(stage.kind == "gated_mean" for stage in plan.kernel_stages(kernel))
+    if gated and options.threads is None and options.regime == "decode":
+        chunk = wanted = 1  # what gates read is far larger than the streams: many small blocks, on many SMs
     run = _least_run(plan.kernel_stages(kernel), chunk)
-    wanted = (plan.options.threads or 32 * POINTWISE_WARPS) // 32
-    warps = min(wanted, -(-hidden // (32 * run))) if plan.options.threads is None else wanted
+    warps = min(wanted, -(-hidden // (32 * run))) if options.threads is None else wanted
     blocks = -(-hidden // (warps * 32 * run))
     log.append(
         Decision(

@@ -18,6 +18,10 @@ from mhcgen.steps.column import stream_declares, stream_sinks, stream_writes
 from mhcgen.steps.context import Context
 from mhcgen.steps.each import stream_roots
 
+#: Floats of up that a thread may have on their way, and rows of it that they may belong to.
+LOADED_FLOATS = 64
+ROWS_AT_ONCE = 8
+
 
 def norm_streams(context: Context, stage: Stage) -> None:
     """x_normed = (x * inverse RMS of its stream) * (1 + weight)."""
@@ -75,8 +79,11 @@ def low_rank_gates(context: Context, stage: Stage) -> None:
 
 def gated_mean(context: Context, stage: Stage) -> None:
     """y = mean over streams of x, each element times its own gate."""
-    bottleneck = stage.operand("bottleneck")
-    source, reads, declares = context.streams(stage.operand("x"))
+    bottleneck, x = stage.operand("bottleneck"), stage.operand("x")
+    # Rows of up that are loaded before the first is used; streams in registers leave no room for more than one.
+    floats = context.n * context.columns.chunk
+    at_once = 1 if context.place(x).space == "thread" else max(1, min(ROWS_AT_ONCE, LOADED_FLOATS // floats))
+    source, reads, declares = context.streams(x)
     sinks, writes, more = context.column_sinks(stage.result("y"))
     context.step(
         stage,
@@ -88,6 +95,7 @@ def gated_mean(context: Context, stage: Stage) -> None:
         bottleneck=context.gate_source(bottleneck),
         up=context.row(stage.operand("up")),
         rank=context.elements(bottleneck),
+        rows_at_once=at_once,
         row_length=context.n * context.hidden,
         n=context.n,
         count=float(context.n),

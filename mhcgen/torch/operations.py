@@ -9,7 +9,8 @@ collapse x, pre -> y                                 boundary       post, then p
 head     x, fn or mixes, scale, base -> y, pre       boundary_norm  post, then pre_norm of the next site
 
 gated, gated_norm, gated_boundary, gated_boundary_norm, gated_head: those of a model whose gates are of elements, from
-stream_weight, fn or mixes, and up; without pre
+stream_weight, fn or mixes, and up; without pre. They are several launches each: one block a token would read fn and
+up, which are far larger than the streams, through one SM.
 ```
 Names and shapes are those of the Programs (`mhcgen.build`), and an operation is nothing but one: streams are
 token-major, comb is (from_stream, to_stream). Nothing here imports torch.
@@ -36,7 +37,7 @@ class Operation:
             The first has the tokens.
         outputs: results in order, likewise.
         scope: of its Program.
-        fuse: preset that makes it one launch.
+        fuse: preset that makes it one launch; of `gated` ones, what spreads their weights over SMs.
         norm: whether the RMSNorm of y is in it.
         quant: whether the quantisation of z is in it.
         gated: for models with gates of low rank, for all others where it is not.
@@ -117,13 +118,13 @@ OPERATIONS: dict[str, Operation] = {
         Operation("collapse", ("x", "pre"), ("y",), "collapse"),
         Operation("mean", ("x",), ("y",), "mean"),
         Operation("sum", ("x",), ("y",), "sum"),
-        Operation("gated", _LOW_RANK, ("y", "post", "comb"), "pre", "pre", gated=True),
+        Operation("gated", _LOW_RANK, ("y", "post", "comb"), "pre", "seed", gated=True),
         Operation(
             "gated_norm",
             (*_LOW_RANK, "norm_weight?"),
             ("z", "y", "post", "comb"),
             "pre",
-            "pre-norm",
+            "seed",
             norm=True,
             gated=True,
         ),
@@ -132,7 +133,7 @@ OPERATIONS: dict[str, Operation] = {
             (*_POST, "stream_weight", "fn", "up"),
             ("x_next", "y", "post_next", "comb_next"),
             "boundary",
-            "boundary",
+            "seed",
             gated=True,
         ),
         Operation(
@@ -140,11 +141,11 @@ OPERATIONS: dict[str, Operation] = {
             (*_POST, "stream_weight", "fn", "up", "norm_weight?"),
             ("x_next", "z", "y", "post_next", "comb_next"),
             "boundary",
-            "boundary",
+            "seed",
             norm=True,
             gated=True,
         ),
-        Operation("gated_head", _LOW_RANK, ("y",), "head", "pre", gated=True),
+        Operation("gated_head", _LOW_RANK, ("y",), "head", "none", gated=True),
         Operation("head", ("x", "fn?", "mixes?", "scale", "base"), ("y", "pre"), "head", "pre"),
     )
 }
