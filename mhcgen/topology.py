@@ -97,7 +97,8 @@ class Topology:
     @property
     def rows(self) -> int:
         """Mixes a token at a site: pre n, post n, and the logits of the mixing matrix; or rank and post n."""
-        return find_model(self.model).mixes(self.streams, self.config().rank)
+        spec = find_model(self.model)
+        return spec.mixes(self.streams, self.rank or spec.rank_at(self.hidden))
 
     def config(self, **options: object) -> Config:
         """A checked Config of this topology; options are further fields of it (scope, norm, projection, ...).
