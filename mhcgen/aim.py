@@ -14,24 +14,20 @@ import numpy as np
 from mhcgen.combs import comb_kind
 from mhcgen.inputs import Float64, Inputs, make_inputs, numpy_dtype, uniform
 from mhcgen.ir import Dim, Program, Stage
-from mhcgen.stages import COMB_STAGES, STREAM_LAST, STREAMS
+from mhcgen.stages import COMB_STAGES, LOW_RANK, STREAM_LAST, STREAMS
 
 
 @dataclass(frozen=True)
-class Site:
-    """One site's gates, what feeds them and the matrix they lead to.
+class Norm:
+    """A stage that divides by a root mean square of streams.
 
     Args:
-        rowsq: the stage that rescales the mixes.
-        gates: the gates.
-        mixes: given mixes; None where a projection of the Program makes them.
-        matrix: the stage that makes the matrix; None where none reads the site's logits.
+        rowsq: the stage.
+        mixes: given mixes that it divides; None where a projection of the Program makes them, or it divides streams.
     """
 
     rowsq: Stage
-    gates: Stage
     mixes: str | None
-    matrix: Stage | None
 
     @property
     def eps(self) -> float:
@@ -42,6 +38,19 @@ class Site:
     def eps_place(self) -> str:
         """Where eps stands: `in`, `out` or `clamp`."""
         return str(self.rowsq.option("eps_place", "in"))
+
+
+@dataclass(frozen=True)
+class Site(Norm):
+    """One site's gates, what feeds them and the matrix they lead to.
+
+    Args:
+        gates: the gates.
+        matrix: the stage that makes the matrix; None where none reads the site's logits.
+    """
+
+    gates: Stage
+    matrix: Stage | None
 
     @property
     def limit(self) -> float:
@@ -65,7 +74,10 @@ class Aim:
             mixes = rowsq.operand("mixes")
             readers = program.readers.get(dict(gates.results).get("logits", ""), ())
             matrix = next((s for s in map(program.stage, readers) if s.kind in COMB_STAGES), None)
-            self.sites.append(Site(rowsq, gates, mixes if mixes in self.values else None, matrix))
+            self.sites.append(Site(rowsq, mixes if mixes in self.values else None, gates, matrix))
+        #: what norms each stream alone, and the gates that its projection leads to
+        self.norms = [Norm(stage, None) for stage in program.stages_of_kind("norm_streams")]
+        self.low_rank = program.stages_of_kind(*LOW_RANK)
         #: matrices of given logits, and where these are: (stage, parameter, index of the first)
         self.given: list[tuple[Stage, str, int]] = []
         for stage in program.stages_of_kind(*COMB_STAGES):
@@ -95,6 +107,7 @@ class Aim:
     def set_streams(self, name: str, wanted: Float64) -> bool:
         """Make stream tensor `name` equal `wanted` [T, n, H]; False where inputs alone cannot.
 
+        Through a norm of each stream its weight is 0, and the streams come out divided by their root mean square.
         Through a post stage the streams are sent round by a cyclic permutation with post gates 0, so a comb
         read the other way round puts them elsewhere. Through an expand only stream 0 of `wanted` counts.
         """
@@ -105,6 +118,9 @@ class Aim:
         if writer.kind == "expand" and writer.operand("e") in self.values:
             self.values[writer.operand("e")] = wanted[:, 0]
             return True
+        if writer.kind == "norm_streams" and writer.operand("weight") in self.values:
+            self.values[writer.operand("weight")] = np.zeros_like(self.values[writer.operand("weight")])
+            return self.set_streams(writer.operand("x"), wanted)
         if writer.kind == "post" and all(operand in self.values for operand in writer.reads):
             comb, post = writer.operand("comb"), writer.operand("post")
             self.values[writer.operand("x")] = np.roll(wanted, -1, axis=1)
@@ -113,18 +129,18 @@ class Aim:
             return True
         return False
 
-    def streams(self, site: Site) -> tuple[str, tuple[int, ...]]:
+    def streams(self, site: Norm) -> tuple[str, tuple[int, ...]]:
         """Name and shape [T, n, H] of the streams a site reads."""
         return site.rowsq.operand("x"), (self.tokens, self.n, self.program.dim("H"))
 
-    def root(self, site: Site, mean_square: float) -> float:
+    def root(self, site: Norm, mean_square: float) -> float:
         """What the mixes of a site are divided by at a mean square of its streams."""
         root = float(np.sqrt(mean_square))
         if site.eps_place == "in":
             return float(np.sqrt(mean_square + site.eps))
         return root + site.eps if site.eps_place == "out" else max(root, self.small(site))
 
-    def small(self, site: Site) -> float:
+    def small(self, site: Norm) -> float:
         """Size of stream elements at which the eps of a site weighs as much as they do; 0 without eps."""
         if site.eps_place == "in":
             return float(np.sqrt(site.eps))
@@ -148,6 +164,17 @@ class Aim:
                 self.values[scale], self.values[base] = np.ones(3), np.zeros(logits.shape[1])
             elif self.tokens:
                 self.values[scale], self.values[base] = np.full(3, 2.0**-10), logits[0]
+
+    def set_mixes(self, name: str, wanted: Float64) -> None:
+        """Make mixes of normed streams `wanted` [T, rows]; those that a projection makes are the first token's."""
+        if name in self.values:
+            self.values[name] = wanted
+            return
+        project = self.program.stage(self.program.writers[name])
+        fn, ones = project.operand("fn"), np.ones((self.tokens, self.n, self.program.dim("H")))
+        if self.tokens and fn in self.values and self.set_streams(project.operand("x"), ones):
+            columns = self.values[fn].shape[1]
+            self.values[fn] = np.repeat(wanted[0, :, None] / columns, columns, axis=1)
 
     def columns(self, site: Site) -> int:
         """Mixes of a site: pre n | post n | comb L."""
@@ -184,7 +211,7 @@ class Aim:
             return None
         return self.with_comb(lambda stage: value + self.random("comb", self.tokens, counts[stage.name]))
 
-    def set_magnitude(self, site: Site, magnitude: float, spread: float) -> bool:
+    def set_magnitude(self, site: Norm, magnitude: float, spread: float) -> bool:
         """Streams of a site within (1 +- spread) of `magnitude`, signs mixed if spread > 0; mixes to match.
 
         False where inputs alone cannot do it or the streams' dtype rounds the magnitude to 0.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from mhcgen.arithmetic import Arithmetic
 from mhcgen.chain import Builder, between, branch, head_chain, post, pre_chain, tail_results
@@ -21,6 +22,7 @@ MAX_STREAMS = 16
 MAX_HIDDEN = 1 << 20
 MAX_ITERS = 1000
 MAX_LAYERS = 1024
+MAX_RANK = 4096
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class Config:
         extra: opaque readers between post and the next pre: `engram`, `tap`.
         layers: layers of a trunk, two sites each, 1 to 1024; no other scope reads it.
         exit: how a trunk ends, one of `mhcgen.models.EXITS`; no other scope reads it.
+        rank: D, of gates that every element has of its own, 1 to 4096; 0 in a model without such. By default the
+            model's, and at most H/8.
     """
 
     model: str = "deepseek-v4"
@@ -70,6 +74,12 @@ class Config:
     extra: tuple[str, ...] = ()
     layers: int = 1
     exit: str = "head"
+    rank: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Fields by name for JSON; without those of gates that the model does not have."""
+        table = {**asdict(self), "extra": list(self.extra)}
+        return {name: value for name, value in table.items() if name != "rank" or value}
 
 
 def configure(model: str = "deepseek-v4", **given: object) -> Config:
@@ -105,6 +115,8 @@ def configure(model: str = "deepseek-v4", **given: object) -> Config:
             notes=(f"known keys: {', '.join(sorted(Config.__dataclass_fields__))}",),
             hints=("remove it or correct its spelling",),
         )
+    hidden = chosen.get("hidden", spec.hidden)
+    defaults["rank"] = spec.rank_at(hidden) if isinstance(hidden, int) else 0
     config = Config(model=model, **{**defaults, **chosen})  # type: ignore[arg-type]
     return check_config(config, spec)
 
@@ -129,6 +141,7 @@ def check_config(config: Config, spec: Model) -> Config:
     _streams(config.streams, spec)
     _integer("hidden", config.hidden, 1, MAX_HIDDEN)
     _iterations(config, spec)
+    _rank(config, spec)
     _integer("layers", config.layers, 1, MAX_LAYERS)
     for field in ("rms_eps", "hc_eps", "norm_eps"):
         _eps(field, getattr(config, field), spec)
@@ -171,6 +184,7 @@ def check_config(config: Config, spec: Model) -> Config:
 #: Options that name a field of a Config, in the order the header of an emission prints them.
 _FLAGS = {
     "iters": "--iters",
+    "rank": "--rank",
     "rms_eps": "--rms-eps",
     "hc_eps": "--hc-eps",
     "norm_eps": "--norm-eps",
@@ -237,6 +251,18 @@ def _streams(n: int, spec: Model) -> None:
             f"model {spec.name} has no form for {n} streams: {why}",
             where="--streams",
             hints=(f"use one of {legal}",),
+        )
+
+
+def _rank(config: Config, spec: Model) -> None:
+    if spec.rank:
+        _integer("rank", config.rank, 1, MAX_RANK)
+    elif config.rank:
+        raise UsageError(
+            "U-RANK",
+            f"model {spec.name} has no gates of low rank",
+            where="--rank",
+            hints=("leave it out",),
         )
 
 
@@ -329,9 +355,11 @@ def _add_scope(b: Builder, config: Config) -> tuple[str, ...]:
     if config.scope in ("mean", "sum"):
         b.add(config.scope, config.scope, {"x": "x"}, {"y": "y"})
         return ("y",)
+    spec = find_model(config.model)
+    pre = () if spec.rank else ("pre",)
     if config.scope == "head":
         head_chain(b)
-        return ("pre", "y")
+        return (*pre, "y")
     if config.scope == "post":
         return (post(b),)
     tail = tail_results(config)
@@ -339,12 +367,12 @@ def _add_scope(b: Builder, config: Config) -> tuple[str, ...]:
         x_next = post(b)
         x, results = between(b, x_next)
         pre_chain(b, x, suffix="_next")
-        return (x, *results, "pre_next", "post_next", "comb_next", "y", *tail)
+        return (x, *results, *(f"{name}_next" for name in (*pre, "post", "comb")), "y", *tail)
     pre_chain(b)
     if config.scope == "pre":
-        return ("pre", "post", "comb", "y", *tail)
+        return (*pre, "post", "comb", "y", *tail)
     branch(b)
-    return ("pre", "post", "comb", "y", *tail, post(b))
+    return (*pre, "post", "comb", "y", *tail, post(b))
 
 
 def build(model: str = "deepseek-v4", **options: object) -> Program:

@@ -4,6 +4,9 @@
 x ── project ── rowsq ── gates ──┬── sinkhorn ── comb        pre_chain, at a site
                                  └── collapse ── y ── norm ── quant
 x ── project ── rowsq ── gates ───── collapse ── y           head_chain, at the exit
+
+x ── norm_streams ──┬── project ── gates ──┐                 the same in a model with gates of low rank
+                    └──────────────────────┴── collapse ── y
 ```
 Inside a trunk every stage and tensor of a site carries the site's name, `3.attn.rowsq`; elsewhere names are bare.
 """
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
     from mhcgen.build import Config
 
 #: Last parts of the names of tensors that hold weights.
-PARAMETERS = ("fn", "scale", "base", "norm_weight", "comb_logits")
+PARAMETERS = ("fn", "scale", "base", "norm_weight", "comb_logits", "stream_weight", "up")
 
 
 def at(site: str, name: str) -> str:
@@ -53,7 +56,7 @@ class Builder:
         *,
         rows: Dim = "R",
     ) -> None:
-        """Append a stage; `rows` is what its projection gives a token, R at a site and n at a head."""
+        """Append a stage; `rows` is what its projection gives a token, R at a site and n (or D) at a head."""
         signature = KINDS[kind]
         shapes = {
             slot.rstrip("?"): tuple(rows if dim == "M" else dim for dim in shape)
@@ -69,7 +72,7 @@ class Builder:
         self.stages.append(make_stage(name, kind, operands, results, attrs))
 
     def _dtype(self, slot: str) -> str:
-        if slot in ("x", "x_next", "x_out", "e", "f", "y", "z", "aux"):
+        if slot in ("x", "x_next", "x_out", "x_normed", "e", "f", "y", "z", "aux"):
             return self.config.dtype
         if slot == "q":
             return "int8" if self.config.quant == "q8" else "fp8_e4m3"
@@ -92,8 +95,9 @@ class Builder:
         n, h = config.streams, config.hidden
         group = 32 if config.quant == "q8" else 128
         spec = find_model(config.model)
-        dims = {"n": n, "H": h, "K": n * h, "R": spec.mixes(n), "L": spec.logits(n), "G": -(-h // group)}
+        dims = {"n": n, "H": h, "K": n * h, "R": spec.mixes(n, config.rank), "L": spec.logits(n), "G": -(-h // group)}
         dims |= {"S": 2 + n} if spec.norm_each else {}
+        dims |= {"D": config.rank} if spec.rank else {}
         return Program(
             model=config.model,
             dims=tuple(sorted(dims.items())),
@@ -105,21 +109,20 @@ class Builder:
         )
 
 
+def _project(b: Builder, x: str, site: str, rows: Dim, kind: str = "project") -> None:
+    """mixes of the streams, unless they are given."""
+    method = b.config.projection
+    if method != "external":
+        operands = {"x": x, "fn": at(site, "fn")}
+        b.add(at(site, "project"), kind, operands, {"mixes": at(site, "mixes")}, {"method": method}, rows=rows)
+
+
 def _mixes(b: Builder, x: str, site: str, rows: Dim) -> None:
     """projection (unless external) and rowsq."""
     c = b.config
     spec = find_model(c.model)
     each = spec.norm_each and rows == "R"  # a head has one projection of all streams
-    if c.projection != "external":
-        operands = {"x": x, "fn": at(site, "fn")}
-        b.add(
-            at(site, "project"),
-            "project_streams" if each else "project",
-            operands,
-            {"mixes": at(site, "mixes")},
-            {"method": c.projection},
-            rows=rows,
-        )
+    _project(b, x, site, rows, "project_streams" if each else "project")
     b.add(
         at(site, "rowsq"),
         "rowsq_streams" if each else "rowsq",
@@ -144,12 +147,38 @@ def pre_chain(b: Builder, x: str = "x", *, site: str = "", suffix: str = "", pre
         pre_prev: gates of the site before, for a model with delayed pre; empty where there is none, and y is
             stream 0 then.
     """
-    if find_model(b.config.model).delayed_pre:
+    if find_model(b.config.model).rank:
+        _gated(b, x, site, at(site, "post" + suffix))
+        b.add(at(site, "comb"), "comb", {}, {"comb": at(site, "comb" + suffix)}, {"comb": "identity"})
+        _tail(b, site)
+    elif find_model(b.config.model).delayed_pre:
         _collapse(b, x, pre_prev, site)
         _coefficients(b, x, site, suffix)
     else:
         _coefficients(b, x, site, suffix)
         _collapse(b, x, at(site, "pre" + suffix), site)
+
+
+def _gated(b: Builder, x: str, site: str, post: str = "", y: str = "") -> None:
+    """Streams normed one by one, their bottleneck, and y of them gated element by element; no post at a head."""
+    c, normed, bottleneck = b.config, at(site, "x_normed"), at(site, "bottleneck")
+    spec = find_model(c.model)
+    b.add(
+        at(site, "norm_streams"),
+        "norm_streams",
+        {"x": x, "weight": at(site, "stream_weight")},
+        {"x_normed": normed},
+        {"acc": c.sumsq, "eps": c.rms_eps, **dict(spec.rms)},
+    )
+    _project(b, normed, site, "R" if post else "D")
+    mixes = {"mixes": at(site, "mixes")}
+    if post:
+        made = {"bottleneck": bottleneck, "post": post}
+        b.add(at(site, "gates"), "low_rank_gates", mixes, made, {"post_mult": spec.post_mult})
+    else:
+        b.add(at(site, "gates"), "head_low_rank_gates", mixes, {"bottleneck": bottleneck})
+    operands = {"x": normed, "bottleneck": bottleneck, "up": at(site, "up")}
+    b.add(at(site, "collapse"), "gated_mean", operands, {"y": y or at(site, "y")})
 
 
 def _coefficients(b: Builder, x: str, site: str, suffix: str) -> None:
@@ -183,13 +212,19 @@ def _coefficients(b: Builder, x: str, site: str, suffix: str) -> None:
 
 def _collapse(b: Builder, x: str, pre: str, site: str) -> None:
     """y by given gates, or stream 0 where there are none; norm and quant if asked for."""
-    c = b.config
-    spec = find_model(c.model)
-    y, z = at(site, "y"), at(site, "z")
+    y = at(site, "y")
     if pre:
         b.add(at(site, "collapse"), "collapse", {"x": x, "pre": pre}, {"y": y})
     else:
         b.add(at(site, "first"), "first", {"x": x}, {"y": y})
+    _tail(b, site)
+
+
+def _tail(b: Builder, site: str) -> None:
+    """norm and quant of y, if asked for."""
+    c = b.config
+    spec = find_model(c.model)
+    y, z = at(site, "y"), at(site, "z")
     if c.norm:
         operands = {"y": y}
         if spec.norm_weight:
@@ -241,8 +276,11 @@ def head_chain(b: Builder, x: str = "x", *, site: str = "", y: str = "y") -> Non
     """The gated head: its own projection of n rows, rowsq, gates and collapse (DeepSeek-V4's exit).
 
     pre = sigmoid(mixes rsqrt(mean x^2 + rms_eps) scale + base) + hc_eps, with one scale and n bases; no post and
-    no comb.
+    no comb. In a model with gates of low rank it is the mixer of a site without post.
     """
+    if find_model(b.config.model).rank:
+        _gated(b, x, site, y=y)
+        return
     _mixes(b, x, site, "n")
     operands = {"mixes_scaled": at(site, "mixes_scaled"), "scale": at(site, "scale"), "base": at(site, "base")}
     b.add(at(site, "gates"), "head_gates", operands, {"pre": at(site, "pre")}, {"pre_eps": b.config.hc_eps})

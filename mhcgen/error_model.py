@@ -34,7 +34,8 @@ import numpy.typing as npt
 
 from mhcgen.error_combs import FLOOR, FUNCTIONS, Array, U, comb_error, depth
 from mhcgen.ir import Program, Stage
-from mhcgen.reference import evaluate, root_mean_square, round_to, sigmoid, turned
+from mhcgen.reference import evaluate, round_to, turned
+from mhcgen.reference_each import root_mean_square, sigmoid
 
 SLACK = 1.01
 
@@ -219,6 +220,19 @@ def _rowsq_streams(model: ErrorModel, stage: Stage) -> dict[str, Array]:
     return {"mixes_scaled": scaled * spread(inverse) + FLOOR}
 
 
+def _norm_streams(model: ErrorModel, stage: Stage) -> dict[str, Array]:
+    """Two products and 1 + weight (U each) beside the inverse RMS of each stream."""
+    x, error = model.value(stage.operand("x")), model.error(stage.operand("x"))
+    tokens, n, hidden = x.shape
+    flat = (tokens * n, hidden)
+    inverse, relative = (
+        array.reshape(tokens, n, 1) for array in _inverse_rms(model, x.reshape(flat), error.reshape(flat), stage, 1)
+    )
+    factor = np.abs(1.0 + model.value(stage.operand("weight")).reshape(n, hidden))
+    normed = (np.abs(x) * (relative + 3 * U) + error * (1 + relative + 3 * U)) * inverse * factor
+    return {"x_normed": normed + FLOOR * (1 + factor)}
+
+
 def _rowsq(model: ErrorModel, stage: Stage) -> dict[str, Array]:
     x, mixes = model.value(stage.operand("x")), stage.operand("mixes")
     error = model.error(stage.operand("x"))
@@ -301,6 +315,38 @@ def _scaled(model: ErrorModel, stage: Stage, part: slice, group: int, act: str) 
     acted, error = _act(model, act, model.value(name)[:, part], model.error(name)[:, part])
     value = acted * scale + model.value(stage.operand("base"))[part]
     return value, np.where(np.isfinite(value), error * abs(scale) + U * np.abs(value) + FLOOR, 0.0)
+
+
+def _low_rank_gates(model: ErrorModel, stage: Stage) -> dict[str, Array]:
+    """silu(m) = m sigmoid(m) of m = mixes / n, which is rounded once; post as any gate."""
+    n, rank, mixes = model.program.dim("n"), model.program.dim("D"), stage.operand("mixes")
+    value = model.value(mixes) / n
+    error = np.where(np.isfinite(value), model.error(mixes) / n + U * np.abs(value) + FLOOR, 0.0)
+    gate, gate_error = sigmoid(value), _sigmoid_error(model, value, error)
+    silu = np.abs(value) * gate_error + error * (gate + gate_error) + U * np.abs(value) * gate + FLOOR
+    post = stage.option("post_mult", 1.0) * (gate_error + U * gate)
+    return {"bottleneck": silu[:, :rank], "post": post[:, rank:]}
+
+
+def _gated_mean(model: ErrorModel, stage: Stage) -> dict[str, Array]:
+    """Products of a gate logit are added in order; the sum over streams and its division as in a mean."""
+    x, low, up = (model.value(stage.operand(slot)) for slot in ("x", "bottleneck", "up"))
+    x_error, low_error = model.error(stage.operand("x")), model.error(stage.operand("bottleneck"))
+    tokens, n, hidden = x.shape
+    partials = np.empty((tokens, n * hidden))
+    for token in range(tokens):
+        sums = up * low[token, :, None]
+        partials[token] = np.abs(np.cumsum(sums, axis=0, out=sums)).sum(axis=0)
+    logit_error = U * partials + low_error @ np.abs(up) + len(up) * FLOOR
+    logit = low @ up
+    logit_error = np.where(np.isfinite(logit), logit_error, 0.0)
+    gate, gate_error = (
+        array.reshape(x.shape) for array in (sigmoid(logit), _sigmoid_error(model, logit, logit_error))
+    )
+    sums = np.cumsum(gate * x, axis=1)
+    carried = np.abs(x) * gate_error + x_error * (gate + gate_error)
+    rounded = U * (np.abs(sums).sum(axis=1) + np.abs(sums[:, -1]))
+    return {"y": (rounded + carried.sum(axis=1)) / n + 2 * FLOOR}
 
 
 def _head_gates(model: ErrorModel, stage: Stage) -> dict[str, Array]:
@@ -397,6 +443,10 @@ _STAGES: dict[str, Callable[[ErrorModel, Stage], dict[str, Array]]] = {
     "rowsq": _rowsq,
     "project_streams": _project_streams,
     "rowsq_streams": _rowsq_streams,
+    "norm_streams": _norm_streams,
+    "low_rank_gates": _low_rank_gates,
+    "head_low_rank_gates": _low_rank_gates,
+    "gated_mean": _gated_mean,
     "gates": _gates,
     "head_gates": _head_gates,
     "static_gates": _static_gates,

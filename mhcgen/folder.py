@@ -145,7 +145,7 @@ def _manifest(config: Config, options: Options, program: Program, plans: dict[st
         "format": FORMAT,
         "command": command_of(plans["kernel.cu"]),
         "model": config.model,
-        "config": {**asdict(config), "extra": list(config.extra)},
+        "config": config.as_dict(),
         # Only what was asked for: an option that is new and not used changes no snapshot.
         "options": {
             key: value for key, value in asdict(options).items() if value != getattr(Options(), key)

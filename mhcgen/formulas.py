@@ -76,9 +76,31 @@ def _quant(stage: Stage) -> tuple[str, ...]:
     return (f"q_scale = amax of {stage.attr('group')} columns / {largest}{up}", f"q = {step}(z / q_scale)")
 
 
+def _of_normed(stage: Stage) -> tuple[str, ...]:
+    """The kind's own line, of the streams that the stage reads: x, or x_normed."""
+    text = KINDS[stage.kind].meaning.replace("[t,", "[")
+    return (text.replace("x[", "x_normed[") if stage.operand("x").endswith("x_normed") else text,)
+
+
+def _norm_streams(stage: Stage) -> tuple[str, ...]:
+    return (f"x_normed[c,h] = x[c,h] * 1/{_root(stage, 'mean over h of x[c]^2')} * (1 + weight[c*H+h])",)
+
+
+def _low_rank_gates(stage: Stage) -> tuple[str, ...]:
+    low = "bottleneck[r] = silu(mixes[r] / n), silu(m) = m sigmoid(m)"
+    if "post" not in dict(stage.results):
+        return (low,)
+    return (low, f"post[c] = {stage.attr('post_mult')} * sigmoid(mixes[D + c] / n)")
+
+
 _LINES: dict[str, Callable[[Stage], tuple[str, ...]]] = {
     "rowsq": _rowsq,
     "rowsq_streams": _rowsq_streams,
+    "project": _of_normed,
+    "gated_mean": _of_normed,
+    "norm_streams": _norm_streams,
+    "low_rank_gates": _low_rank_gates,
+    "head_low_rank_gates": _low_rank_gates,
     "gates": _gates,
     "static_gates": _static_gates,
     "head_gates": _head_gates,

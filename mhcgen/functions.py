@@ -83,6 +83,7 @@ _COMMON_AFTER = tuple(
         "inverse_rms_out",
         "inverse_rms_clamp",
         "sigmoid",
+        "silu",
         "tanh",
         "plain",
         "add_eps",

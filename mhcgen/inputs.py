@@ -150,15 +150,15 @@ def d3(aim: Aim) -> Inputs | None:
     eps = {
         float(stage.attr(key)) for stage in aim.program.stages for key, _ in stage.attrs if key in ("eps", "pre_eps")
     }
-    if len(eps) < 2 or not aim.sites:
+    if len(eps) < 2:
         return None
-    done = [aim.set_magnitude(site, max(eps) ** 0.5 / 2, 0.25) for site in aim.sites]
+    done = [aim.set_magnitude(site, max(eps) ** 0.5 / 2, 0.25) for site in (*aim.sites, *aim.norms)]
     return aim.finish() if any(done) else None
 
 
 def d4(aim: Aim) -> Inputs | None:
     """Streams of the size at which the RMS eps weighs as much: 1/rms is 707.1 at 1e-6 in the root, 999.0 outside."""
-    done = [site.eps > 0 and aim.set_magnitude(site, aim.small(site), 0.0) for site in aim.sites]
+    done = [site.eps > 0 and aim.set_magnitude(site, aim.small(site), 0.0) for site in (*aim.sites, *aim.norms)]
     return aim.finish() if any(done) else None
 
 
@@ -233,7 +233,7 @@ def d10(aim: Aim) -> Inputs | None:
         for tensor in aim.program.of_role("input")
         if tensor.shape[0] == "T" and aim.shape_of(tensor.name)[-1] in ("H", "R")
     ]
-    if not aim.sites or not per_token:
+    if not (aim.sites or aim.norms) or not per_token:
         return None
     period = 10 if any(tensor.dtype == "fp16" for tensor in per_token) else 32
     power = np.ldexp(1.0, np.arange(aim.tokens) % period)
@@ -247,7 +247,7 @@ def d12(aim: Aim) -> Inputs | None:
 
     Also an eps read with the wrong width (a double's bytes as a float is about -3e-19).
     """
-    if not aim.sites or min(site.eps for site in aim.sites) <= 0:
+    if min((site.eps for site in (*aim.sites, *aim.norms)), default=0.0) <= 0:
         return None
     for tensor in aim.program.of_role("input"):
         if aim.shape_of(tensor.name)[-1] == "H":
@@ -273,7 +273,7 @@ def extreme(aim: Aim) -> Inputs | None:
 
     Logits of the matrix stay within what fp32 can take where its kind starts from a bare exponential.
     """
-    if not aim.sites and not aim.given:
+    if not aim.sites and not aim.given and not aim.low_rank:
         return None
 
     def numbers(name: str, columns: int, limit: float) -> Float64:
@@ -288,6 +288,9 @@ def extreme(aim: Aim) -> Inputs | None:
         return np.concatenate([numbers(site.gates.name, 2 * aim.n, np.inf), logits], axis=1)
 
     aim.set_logits(wanted)
+    for stage in aim.low_rank:
+        rows = aim.program.shape(stage.operand("mixes"), 0)[-1]
+        aim.set_mixes(stage.operand("mixes"), aim.n * numbers(stage.name, rows, np.inf))
     for stage, name, first in aim.given if aim.tokens else ():
         logits = numbers(name, comb_kind(stage).logits(aim.n), comb_kind(stage).limit(stage))[0]
         aim.values[name][first : first + len(logits)] = logits

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     import networkx as nx
 
 #: A dimension is a number or one of the symbols T (tokens), n (streams), H (hidden), R (mixes per token),
-#: L (logits per token of the mixing matrix), G (quantisation groups), S (mixes per stream, where each has its own).
+#: K (n*H), L (logits per token of the mixing matrix), G (quantisation groups), S (mixes per stream, where each has
+#: its own), D (rank of the gates, where every element has one).
 Dim = int | str
 
 #: Attribute values are hashable and print the same in every process.

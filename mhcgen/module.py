@@ -28,7 +28,7 @@ import numpy as np
 
 from mhcgen.api import compile
 from mhcgen.build import build_config
-from mhcgen.chain import PARAMETERS, at
+from mhcgen.chain import at
 from mhcgen.errors import InputError, LaunchError, UsageError
 from mhcgen.models import model as find_model
 from mhcgen.plan import Plan
@@ -59,7 +59,7 @@ class SiteInput:
     Args:
         y: collapsed streams [T, H].
         z: RMSNorm of y [T, H]; None without a norm.
-        pre: [T, n].
+        pre: [T, n]; None in a model whose gates are of elements.
         post: [T, n].
         comb: [T, n (from_stream), n (to_stream)].
     """
@@ -133,6 +133,8 @@ class HyperConnections:
             raise _unfit(spec.name, "collapses by the gates of the site before, and sites here run by their own")
         if spec.stream_last and gemm is not None:
             raise _unfit(spec.name, "stores the streams of a column side by side, and a GEMM reads them one by one")
+        if spec.rank and gemm is not None:
+            raise _unfit(spec.name, "projects streams that it has normed, and a GEMM here reads them as they come")
         self.topology = topology
         self.fuse = fuse
         self.norm = norm
@@ -218,6 +220,8 @@ class HyperConnections:
         t = self.topology
         if isinstance(weights, Mapping):
             found = self._checked(weights)
+        elif find_model(t.model).rank:
+            raise _unfit(t.model, "has parameters that no checkpoint is read for: give load a mapping of arrays")
         else:
             found = trunk_parameters(
                 weights,
@@ -343,10 +347,13 @@ class HyperConnections:
                 module.plan.emitted_sha256[:12],
             )
 
-    def _of(self, site: str, *names: str) -> dict[str, Any]:
-        """Parameters of a site, or of `head`, by bare name."""
-        chosen = (*names, "norm_weight") if self._weighted and site != "head" else names
-        found = {name: self.parameters.get(at(site, name)) for name in chosen}
+    def _of(self, site: str, arm: str) -> dict[str, Any]:
+        """What an arm takes of the parameters of a site, or of `head`, by bare name."""
+        names = [tensor.name for tensor in self.modules[arm].program.of_role("parameter")]
+        return self._named(site, *names)
+
+    def _named(self, site: str, *names: str) -> dict[str, Any]:
+        found = {name: self.parameters.get(at(site, name)) for name in names}
         if any(array is None for array in found.values()):
             known = sorted({name.rpartition(".")[0] for name in self.parameters})
             raise UsageError(
@@ -375,9 +382,9 @@ class HyperConnections:
         A row's bits do not depend on the batch, unless the projection is the caller's GEMM and varies with T.
         """
         if self._gemm is None:
-            return self._chain("pre", workspace, {"x": x, **self._of(site, *PARAMETERS[:3])})
+            return self._chain("pre", workspace, {"x": x, **self._of(site, "pre")})
         self._no_gemm_here(workspace)
-        return self.finish(site, x, self._project(x, self._of(site, "fn")["fn"]))
+        return self.finish(site, x, self._project(x, self._named(site, "fn")["fn"]))
 
     def pre_exact(self, site: str, x: Any, workspace: Workspace | None = None) -> SiteInput:
         """`pre` with every row's bits those of a call with that row alone, whatever the projection.
@@ -385,14 +392,13 @@ class HyperConnections:
         The emitted projection has that property by its reduction order. A caller's GEMM is called once a row.
         """
         if self._gemm is None:
-            tensors = {"x": x, **self._of(site, *PARAMETERS[:3])}
-            return self._chain("pre", workspace, tensors, "pre_exact")
+            return self._chain("pre", workspace, {"x": x, **self._of(site, "pre")}, "pre_exact")
         self._no_gemm_here(workspace)
-        fn = self._of(site, "fn")["fn"]
+        fn = self._named(site, "fn")["fn"]
         mixes = self.modules["finish"].runner.empty((x.shape[0], self.topology.rows), "fp32")
         for row in range(x.shape[0]):
             mixes[row : row + 1] = self._project(x[row : row + 1], fn)
-        tensors = {"x": x, "mixes": mixes, **self._of(site, "scale", "base")}
+        tensors = {"x": x, "mixes": mixes, **self._of(site, "finish")}
         return self._chain("finish", None, tensors, "pre_exact")
 
     def _no_gemm_here(self, workspace: Workspace | None) -> None:
@@ -405,12 +411,12 @@ class HyperConnections:
             )
 
     def finish(self, site: str, x: Any, mixes: Any, workspace: Workspace | None = None) -> SiteInput:
-        """The pre chain with the mixes [T, (2+n)n] given, as projected and not yet rescaled."""
-        return self._chain("finish", workspace, {"x": x, "mixes": mixes, **self._of(site, "scale", "base")})
+        """The pre chain with its mixes given, as projected and not yet rescaled; of normed streams if it has them."""
+        return self._chain("finish", workspace, {"x": x, "mixes": mixes, **self._of(site, "finish")})
 
     def _chain(self, arm: str, workspace: Workspace | None, tensors: dict[str, Any], counted: str = "") -> SiteInput:
         made = self._run(arm, workspace, tensors, counted)
-        return SiteInput(made["y"], made.get("z"), made["pre"], made["post"], made["comb"])
+        return SiteInput(made["y"], made.get("z"), made.get("pre"), made["post"], made["comb"])
 
     def post(self, f: Any, x: Any, made: SiteInput, workspace: Workspace | None = None) -> Any:
         """New streams: post f + comb^T x. x is the streams that the site's pre read, not the layer's."""
@@ -426,9 +432,9 @@ class HyperConnections:
         """
         if "boundary" not in self.modules:
             raise UsageError("U-ARM", "there is no boundary arm", where="fuse", hints=("build with fuse='boundary'",))
-        tensors = {"x": x, "f": f, "post": made.post, "comb": made.comb, **self._of(site, *PARAMETERS[:3])}
+        tensors = {"x": x, "f": f, "post": made.post, "comb": made.comb, **self._of(site, "boundary")}
         got = self._run("boundary", workspace, tensors)
-        following = SiteInput(got["y"], got.get("z"), got["pre_next"], got["post_next"], got["comb_next"])
+        following = SiteInput(got["y"], got.get("z"), got.get("pre_next"), got["post_next"], got["comb_next"])
         return got["x_next"], following
 
     def mean(self, x: Any, workspace: Workspace | None = None) -> Any:
@@ -439,10 +445,10 @@ class HyperConnections:
         """y [T, H]: the streams' end, by mean, sum or the gated head as the topology says."""
         if self.topology.exit != "head":
             return self._run(self.topology.exit, workspace, {"x": x})["y"]
-        parameters = self._of("head", *PARAMETERS[:3])
+        parameters = self._of("head", "head")
         if self._gemm is not None:
             self._no_gemm_here(workspace)
-            parameters["mixes"] = self._project(x, parameters.pop("fn"))
+            parameters["mixes"] = self._project(x, self._named("head", "fn")["fn"])
         return self._run("head", workspace, {"x": x, **parameters})["y"]
 
     # ---- a whole trunk --------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """What a Program computes, in float64 numpy: one plain function per kind of stage.
 
 This is the oracle that emitted code is compared with. It shares no code and no constant with templates,
-passes or `combs`, imports nothing but numpy (its mixing matrices are in `mhcgen.reference_combs`, which imports
-nothing else either), and reads a Program only through its attributes, so a mistake there cannot repeat itself here.
+passes or `combs`, imports nothing but numpy (its mixing matrices are in `mhcgen.reference_combs` and what is done to
+each stream or element alone in `mhcgen.reference_each`, which import nothing else either), and reads a Program only
+through its attributes, so a mistake there cannot repeat itself here.
 Formulas are those of the DeepSeek-V4 inference rule unless a function names another source.
 
 Streams are [T, n, H] in every function; a Program's tensor of shape T, H, n (stream-last) is turned on its way in
@@ -22,6 +23,15 @@ import numpy as np
 import numpy.typing as npt
 
 from mhcgen.reference_combs import COMBS
+from mhcgen.reference_each import (
+    gated_mean,
+    low_rank_gates,
+    norm_streams,
+    project_streams,
+    root_mean_square,
+    rowsq_streams,
+    sigmoid,
+)
 
 Array = npt.NDArray[np.float64]
 
@@ -115,13 +125,6 @@ def ceil_power_of_two(values: npt.ArrayLike) -> Array:
 OPAQUE = ("branch", "engram", "tap")
 
 
-def sigmoid(values: npt.ArrayLike) -> Array:
-    """1 / (1 + exp(-v)); exactly 0 and 1 far out, NaN stays."""
-    exact = np.asarray(values, dtype=np.float64)
-    with np.errstate(all="ignore"):
-        return np.asarray(1.0 / (1.0 + np.exp(-exact)), dtype=np.float64)
-
-
 # --- stages -------------------------------------------------------------------------------------------------
 
 
@@ -136,47 +139,11 @@ def project(x: Array, fn: Array) -> Array:
     return mixes
 
 
-def root_mean_square(mean_square: Array, eps: float, eps_place: str = "in", count: int = 1) -> Array:
-    """sqrt(mean + eps) (in), sqrt(mean) + eps (out: Megatron, TileOPs), or max(|x|, eps) / sqrt(count) (clamp).
-
-    clamp is x / max(|x|, eps) * sqrt(count) of the mHC-lite code, |x| being the norm of all `count` elements.
-    """
-    if eps_place == "out":
-        outside: Array = np.sqrt(mean_square) + eps
-        return outside
-    if eps_place == "clamp":
-        clamped: Array = np.maximum(np.sqrt(mean_square), eps / np.sqrt(count))
-        return clamped
-    if eps_place != "in":
-        raise ValueError(f"unknown place of eps {eps_place!r}")
-    root: Array = np.sqrt(mean_square + eps)
-    return root
-
-
 def rowsq(x: Array, mixes: Array, eps: float, eps_place: str = "in") -> Array:
     """mixes_scaled [T, R] = mixes / the root mean square of x over streams and columns; eps inside the root."""
     mean_square: Array = np.mean(x * x, axis=(1, 2))
     count = x.shape[1] * x.shape[2]
     return mixes / root_mean_square(mean_square, eps, eps_place, count)[:, None]
-
-
-def project_streams(x: Array, fn: Array) -> Array:
-    """mixes [T, (2+n)n] of each stream alone: pre n | post n | comb n*n from rows 0, 1 and 2 + k of fn [2+n, H].
-
-    Plain hyper-connections, arXiv 2409.19606.
-    """
-    tokens, n, _ = x.shape
-    per_stream = x @ fn.T
-    parts = (per_stream[:, :, 0], per_stream[:, :, 1], per_stream[:, :, 2:].reshape(tokens, n * n))
-    return np.concatenate(parts, axis=1)
-
-
-def rowsq_streams(x: Array, mixes: Array, eps: float, eps_place: str = "in") -> Array:
-    """mixes_scaled: the mixes of each stream over the root mean square of that stream alone."""
-    n = x.shape[1]
-    root = root_mean_square(np.mean(x * x, axis=2), eps, eps_place, x.shape[2])
-    scaled: Array = mixes / np.concatenate([root, root, np.repeat(root, n, axis=1)], axis=1)
-    return scaled
 
 
 def gates(
@@ -446,6 +413,13 @@ def evaluate(
         one, eps, mult = np.zeros((1, len(o["base"]))), attr["pre_eps"], attr["post_mult"]
         found = gates(one, np.zeros(3), o["base"], eps, mult, streams=dims["n"], **form)
         return {slot: array[0] for slot, array in zip(("pre", "post", "logits"), found, strict=True)}
+    if kind == "norm_streams":
+        return {"x_normed": norm_streams(o["x"], o["weight"], attr["eps"], attr.get("eps_place", "in"))}
+    if kind in ("low_rank_gates", "head_low_rank_gates"):
+        low, gate = low_rank_gates(o["mixes"], dims["n"], dims["D"], attr.get("post_mult", 1.0))
+        return {"bottleneck": low, "post": gate}
+    if kind == "gated_mean":
+        return {"y": gated_mean(o["x"], o["bottleneck"], o["up"])}
     if kind == "head_gates":
         return {"pre": head_gates(o["mixes_scaled"], o["scale"], o["base"], attr["pre_eps"])}
     if kind in ("sinkhorn", "comb"):

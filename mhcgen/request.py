@@ -24,7 +24,7 @@ _TEXT = (
     "model", "dtype", "functions", "sumsq", "projection", "scope", "exit", "quant", "fuse", "arch", "placement",
     "sync", "slab", "mix_warp", "regime",
 )
-_NUMBER = ("streams", "hidden", "layers", "iters", "rms_eps", "hc_eps", "norm_eps", "threads", "cluster")
+_NUMBER = ("streams", "hidden", "layers", "iters", "rank", "rms_eps", "hc_eps", "norm_eps", "threads", "cluster")
 _SWITCH = ("norm", "quant_pow2", "early_stop", "iterations_out", "scalar", "stamps", "dependent")
 NAMES = (*_TEXT, *_NUMBER, *_SWITCH, "extra")
 
@@ -210,7 +210,8 @@ def _topology(path: Path) -> dict[str, Any]:
     found = read_topology(path)
     if found is None:
         raise _bad(path, "describes a trunk without hyper-connections", "there is nothing to emit for it")
-    return asdict(found)
+    # A rank of 0 is the default of the model.
+    return {name: value for name, value in asdict(found).items() if name != "rank" or value}
 
 
 def _bad(path: Path, what: str, hint: str) -> InputError:

@@ -11,21 +11,26 @@ from dataclasses import dataclass, field
 
 from mhcgen.ir import Dim
 
-#: Shapes of slots; T, n, H, R, L, G, S are the symbols of `mhcgen.ir`, M is one of `LOCAL`.
+#: Shapes of slots; T, n, H, K, R, L, G, S, D are the symbols of `mhcgen.ir`, M is one of `LOCAL`.
 STREAMS: tuple[Dim, ...] = ("T", "n", "H")
 #: Streams whose memory has the streams of a column side by side; fits any slot of shape STREAMS.
 STREAM_LAST: tuple[Dim, ...] = ("T", "H", "n")
 COLUMNS: tuple[Dim, ...] = ("T", "H")
 MIXES: tuple[Dim, ...] = ("T", "R")
-#: What a projection gives: R mixes at a site, n at a gated head.
+#: What a projection gives: R mixes at a site; at a gated head n, or D where its gates are of low rank.
 PROJECTED: tuple[Dim, ...] = ("T", "M")
 #: Symbols that a signature leaves open: one stage takes one of these for all of its slots.
-LOCAL: dict[Dim, tuple[Dim, ...]] = {"M": ("R", "n")}
+LOCAL: dict[Dim, tuple[Dim, ...]] = {"M": ("R", "n", "D")}
 GATE: tuple[Dim, ...] = ("T", "n")
 MATRIX: tuple[Dim, ...] = ("T", "n", "n")
+#: What the gates of every element of the streams are made of.
+BOTTLENECK: tuple[Dim, ...] = ("T", "D")
 
 #: Kinds that do for each stream alone what `project` and `rowsq` do for all of a token.
 EACH_STREAM = ("project_streams", "rowsq_streams")
+
+#: Kinds that make the bottleneck of low-rank gates: with post gates at a site, without at a head.
+LOW_RANK = ("low_rank_gates", "head_low_rank_gates")
 
 #: Kinds that make the mixing matrix: iterated, and a direct map of the logits. Their attribute `comb` names an entry
 #: of `mhcgen.combs.COMB_KINDS`, which may have attributes of its own.
@@ -122,6 +127,39 @@ KINDS: dict[str, StageKind] = {
             (("pre", GATE),),
             ("pre_eps",),
             "pre = sigmoid(mixes_scaled * scale + base) + pre_eps",
+        ),
+        StageKind(
+            "norm_streams",
+            "column",
+            (("x", STREAMS), ("weight", ("K",))),
+            (("x_normed", STREAMS),),
+            ("acc", "eps"),
+            "x_normed[t,c,h] = x[t,c,h] / sqrt(mean(x[t,c]^2) + eps) * (1 + weight[c*H+h])",
+            {"eps_place": ("in", "out")},
+        ),
+        StageKind(
+            "low_rank_gates",
+            "mix",
+            (("mixes", MIXES),),
+            (("bottleneck", BOTTLENECK), ("post", GATE)),
+            ("post_mult",),
+            "bottleneck[t,r] = silu(mixes[t,r] / n), r < D; post[t,c] = post_mult sigmoid(mixes[t,D+c] / n)",
+        ),
+        StageKind(
+            "head_low_rank_gates",
+            "mix",
+            (("mixes", BOTTLENECK),),
+            (("bottleneck", BOTTLENECK),),
+            (),
+            "bottleneck[t,r] = silu(mixes[t,r] / n)",
+        ),
+        StageKind(
+            "gated_mean",
+            "column",
+            (("x", STREAMS), ("bottleneck", BOTTLENECK), ("up", ("D", "K"))),
+            (("y", COLUMNS),),
+            (),
+            "y[t,h] = mean over c of sigmoid(sum_r up[r,c*H+h] bottleneck[t,r]) x[t,c,h]",
         ),
         StageKind(
             "sinkhorn",

@@ -1,8 +1,9 @@
 """The hyper-connections of a whole trunk, read from a model configuration.
 
 Two formats are read. A Hugging Face `config.json`, whose keys (possibly under `text_config`) are `hc_mult`,
-`hc_sinkhorn_iters`, `hc_eps`, `rms_norm_eps`, `hidden_size`, `num_hidden_layers`; other keys are ignored. And one of
-our own, as TOML or JSON, whose keys are `OWN_KEYS`; other keys are errors:
+`hc_sinkhorn_iters`, `hc_eps`, `rms_norm_eps`, `hidden_size`, `num_hidden_layers` (where gates are of elements
+`hc_count` and `hc_lowrank` in place of the first three); other keys are ignored. And one of our own, as TOML or JSON,
+whose keys are `OWN_KEYS`; other keys are errors:
 
 ```toml
 model = "glm-5.3-flash"     # arithmetic, and the defaults of what is left out
@@ -26,7 +27,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from mhcgen.build import MAX_HIDDEN, MAX_ITERS, MAX_LAYERS, MAX_STREAMS, Config, configure
+from mhcgen.build import MAX_HIDDEN, MAX_ITERS, MAX_LAYERS, MAX_RANK, MAX_STREAMS, Config, configure
 from mhcgen.errors import InputError
 from mhcgen.models import EXITS
 from mhcgen.models import model as find_model
@@ -34,10 +35,12 @@ from mhcgen.models import model as find_model
 #: Keys of a table of `layers`; at the top they hold for every layer.
 LAYER_KEYS = ("streams", "iters", "rms_eps", "hc_eps", "norm_eps", "exit", "residual")
 #: Keys of our own format.
-OWN_KEYS = ("model", "hidden", "layers", *LAYER_KEYS)
+OWN_KEYS = ("model", "hidden", "layers", "rank", *LAYER_KEYS)
 RESIDUALS = ("hyper", "plain")
 
-_LARGEST = {"streams": MAX_STREAMS, "hidden": MAX_HIDDEN, "layers": MAX_LAYERS, "iters": MAX_ITERS}
+_LARGEST = {
+    "streams": MAX_STREAMS, "hidden": MAX_HIDDEN, "layers": MAX_LAYERS, "iters": MAX_ITERS, "rank": MAX_RANK,
+}  # fmt: skip
 #: What a layer has, to its key in a Hugging Face configuration.
 _HUGGING_FACE = {
     "streams": "hc_mult",
@@ -46,8 +49,12 @@ _HUGGING_FACE = {
     "rms_eps": "rms_norm_eps",
     "norm_eps": "rms_norm_eps",
 }
+#: The same of a model whose gates are of elements.
+_LOW_RANK = {"streams": "hc_count", "rank": "hc_lowrank", "rms_eps": "rms_norm_eps", "norm_eps": "rms_norm_eps"}
 #: Keys that say a trunk has hyper-connections.
-_MARKS = ("hc_mult", "hc_sinkhorn_iters", "hc_eps")
+_MARKS = ("hc_mult", "hc_sinkhorn_iters", "hc_eps", "hc_count", "hc_lowrank")
+#: Keys that list layers which add to the streams between sites, and the model they are of.
+_ADDING = {"engram_layer_ids": "deepseek-v4.1", "ple_layer_ids": "gated-residual"}
 #: Keys by which a JSON file is known for a Hugging Face configuration.
 _THEIRS = ("model_type", "architectures", "text_config", "hidden_size", "num_hidden_layers", "hc_mult")
 #: Names of models (`model_type`, `architectures`, lower case) to ours. DeepSeek-V4.1 is another arithmetic than V4.
@@ -55,6 +62,7 @@ _MODELS = (
     (re.compile(r"deepseek_?v4(?!\d|[._]\d|p\d)"), "deepseek-v4"),
     (re.compile(r"deepseek_?v4[._p]?1(?!\d)"), "deepseek-v4.1"),
     (re.compile(r"glm"), "glm-5.3-flash"),
+    (re.compile(r"qwen4_?exp"), "gated-residual"),
 )
 
 
@@ -72,6 +80,7 @@ class Topology:
         hc_eps: eps of pre and Sinkhorn, never the same knob as rms_eps; 0 only in a model that has none.
         norm_eps: eps of the sub-layers' RMSNorm.
         exit: one of `mhcgen.models.EXITS`: `head` is the gated head.
+        rank: of gates that every element has of its own; 0 is the model's default.
     """
 
     model: str
@@ -83,11 +92,13 @@ class Topology:
     hc_eps: float
     norm_eps: float
     exit: str
+    rank: int = 0
 
     @property
     def rows(self) -> int:
-        """Mixes a token at a site: pre n, post n, and the logits of the mixing matrix."""
-        return find_model(self.model).mixes(self.streams)
+        """Mixes a token at a site: pre n, post n, and the logits of the mixing matrix; or rank and post n."""
+        spec = find_model(self.model)
+        return spec.mixes(self.streams, self.rank or spec.rank_at(self.hidden))
 
     def config(self, **options: object) -> Config:
         """A checked Config of this topology; options are further fields of it (scope, norm, projection, ...).
@@ -96,6 +107,7 @@ class Topology:
             UsageError: a value out of range.
         """
         own = {field.name: getattr(self, field.name) for field in fields(self)}
+        own["rank"] = self.rank or None
         return configure(**{**own, **options})
 
 
@@ -194,6 +206,7 @@ def _own_layers(table: Mapping[str, Any], where: str, model: str | None) -> list
         raise _wrong(where, "the trunk has no layer", "give layers as a number or as [[layers]] tables")
     shared = {key: table[key] for key in LAYER_KEYS if key in table}
     fixed = {"model": spec.name, "hidden": table.get("hidden"), "layers": len(layers)}
+    fixed |= {"rank": table["rank"]} if "rank" in table else {}
     found: list[dict[str, Any] | None] = []
     for index, layer in enumerate(layers):
         merged = {**defaults, **shared, **layer}
@@ -220,18 +233,19 @@ def _hugging_face_layers(table: Mapping[str, Any], where: str, model: str | None
     merged = {**table, **(text if isinstance(text, Mapping) else {})}
     if not _marked(merged) or merged.get("mhc") is False:
         return [None]
-    if merged.get("engram_layer_ids"):
+    for key in [key for key in _ADDING if merged.get(key)]:
         raise _wrong(
             where,
-            "engram_layer_ids: layers of this trunk add to the streams between its sites, and a topology of equal "
+            f"{key}: layers of this trunk add to the streams between its sites, and a topology of equal "
             "layers does not say where",
-            "build its boundaries one by one: mhcgen emit --model deepseek-v4.1 --scope boundary --with engram",
+            f"build its boundaries one by one: mhcgen emit --model {_ADDING[key]} --scope boundary --with engram",
         )
     spec = find_model(model or _model_of(table, merged, where))
     layers = _integer("layers", _get(merged, "num_hidden_layers", where), where, "num_hidden_layers")
     fixed = {"model": spec.name, "hidden": _get(merged, "hidden_size", where), "layers": layers, "exit": spec.exit}
+    fixed |= {"iters": 0, "hc_eps": 0.0} if spec.rank else {}
     found: list[dict[str, Any] | None] = [dict(fixed) for _ in range(layers)]
-    for key, name in _HUGGING_FACE.items():
+    for key, name in (_LOW_RANK if spec.rank else _HUGGING_FACE).items():
         value = _get(merged, name, where)
         if isinstance(value, list) and len(value) != layers:
             raise _wrong(
@@ -284,6 +298,8 @@ def _checked(layer: Mapping[str, Any], where: str, index: int) -> Topology:
         values[key] = 0 if key in unused and layer.get(key) == 0 else _integer(key, layer.get(key), place)
     for key in ("rms_eps", "hc_eps", "norm_eps"):
         values[key] = 0.0 if key in unused and layer.get(key) == 0 else _eps(key, layer.get(key), place)
+    if "rank" in layer:
+        values["rank"] = _integer("rank", layer["rank"], place)
     values["exit"] = layer["exit"]
     if values["exit"] not in EXITS:
         raise _wrong(place, f"exit must be {' or '.join(EXITS)}, got {values['exit']!r}")
@@ -291,7 +307,7 @@ def _checked(layer: Mapping[str, Any], where: str, index: int) -> Topology:
 
 
 def _named(key: str) -> str:
-    theirs = {**_HUGGING_FACE, "hidden": "hidden_size", "layers": "num_hidden_layers"}.get(key)
+    theirs = {**_LOW_RANK, **_HUGGING_FACE, "hidden": "hidden_size", "layers": "num_hidden_layers"}.get(key)
     return f"{key} ({theirs} in a config.json)" if theirs else key
 
 

@@ -14,15 +14,19 @@ from mhcgen.arithmetic import PROJECTIONS
 from mhcgen.combs import COMB_KINDS
 from mhcgen.errors import ProgramError
 from mhcgen.ir import DTYPES, ROLES, Dim, Program, Stage
-from mhcgen.stages import COMB_STAGES, KINDS, LOCAL, STREAM_LAST, STREAMS
+from mhcgen.stages import COMB_STAGES, KINDS, LOCAL, LOW_RANK, STREAM_LAST, STREAMS
 
 Rule = Callable[[Program], Iterator[str]]
 
 
 def sizes_are_given(program: Program) -> Iterator[str]:
-    """n and H are positive integers, and the sizes that follow from them agree. All other rules rest on it."""
+    """n and H (D too, if gates have a rank) are positive integers, and the sizes that follow from them agree.
+
+    All other rules rest on it.
+    """
     sizes = dict(program.dims)
-    wrong = [symbol for symbol in ("n", "H") if not _is_count(sizes.get(symbol))]
+    ranked = ("D",) * any(stage.kind in (*LOW_RANK, "gated_mean") for stage in program.stages)
+    wrong = [symbol for symbol in ("n", "H", *ranked) if not _is_count(sizes.get(symbol))]
     for symbol in wrong:
         yield f"size {symbol} is {sizes.get(symbol)!r}, not a positive integer"
     if wrong:
@@ -31,6 +35,8 @@ def sizes_are_given(program: Program) -> Iterator[str]:
     for stage in program.stages_of_kind("quant"):
         if _is_count(stage.option("group", 1)):
             follows["G"] = -(-sizes["H"] // stage.option("group", 1))
+    if program.stages_of_kind("low_rank_gates"):
+        follows["R"] = sizes["D"] + sizes["n"]
     for symbol, size in follows.items():
         if sizes.get(symbol, size) != size:
             yield f"size {symbol} is {sizes[symbol]}, and {size} follows from the others"
@@ -82,8 +88,8 @@ TEXT_NAMES = _words(
 #: What inner scopes declare. Tensors with a token axis are named at the top only; weights are named inside too.
 INNER_NAMES = _words(
     "all_same amax b by_column by_rank by_warp c chunk_sum chunk_sums col comb_of cs d dots e element first g "
-    "gate_of_d gates i inverse j k logit mix most moved next now own post_gate post_of pre_gate r reduced row same "
-    "stream sum task terms to total v value w warp_sum was ws xs"
+    "gate_logits gate_of_d gates i inverse j k logit low mix most moved next now own post_gate post_of pre_gate r "
+    "reduced row same stream sum task terms to total v value w warp_sum was ws xs"
 )
 _WORDS = _words(
     "alignas alignof and asm auto bool break case catch char class concept const consteval constexpr constinit "

@@ -26,6 +26,8 @@ ATTRS: dict[str, dict[str, AttrValue]] = {
     "rowsq": {"acc": "fp64", "eps": 1e-6},
     "project_streams": {"method": "fma"},
     "rowsq_streams": {"acc": "fp64", "eps": 1e-6},
+    "norm_streams": {"acc": "fp64", "eps": 1e-6},
+    "low_rank_gates": {"post_mult": 2.0},
     "gates": {"post_mult": 2.0, "pre_eps": 1e-6},
     "head_gates": {"pre_eps": 1e-6},
     "static_gates": {"post_mult": 2.0, "pre_eps": 0.0},
@@ -35,8 +37,8 @@ ATTRS: dict[str, dict[str, AttrValue]] = {
     "quant": {"group": 32, "pow2": False, "scheme": "q8"},
 }
 #: Slots whose dtype is the Program's choice; every other one is fp32, but for codes and counts.
-WIDE_SLOTS = ("e", "x", "x_out", "x_next", "y", "z", "f", "aux")
-PARAMETERS = ("fn", "scale", "base", "weight")
+WIDE_SLOTS = ("e", "x", "x_out", "x_next", "x_normed", "y", "z", "f", "aux")
+PARAMETERS = ("fn", "scale", "base", "weight", "up")
 
 
 def slots(kind: str, which: str) -> dict[str, tuple[Any, ...]]:
@@ -117,6 +119,8 @@ def program(
         tensors[name] = replace(tensors[name], role=role)
     logits = logits_of(chosen, n)
     dims = {"n": n, "H": hidden, "K": n * hidden, "R": 2 * n + logits, "L": logits, "G": -(-hidden // group)}
+    # Gates of low rank take all mixes but those of post.
+    dims |= {"D": n + logits} if any("D" in tensor.shape for tensor in tensors.values()) else {}
     made = Program("hand", tuple(sorted(dims.items())), Arithmetic(), tuple(tensors.values()), tuple(chosen))
     return replace(made, **overrides)
 

@@ -37,6 +37,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
         "streams": draw(st.integers(1, 8)),
         "hidden": draw(HIDDEN),
         "iters": draw(_ITERS),
+        "rank": draw(st.sampled_from([1, 3, 40])),
         "rms_eps": draw(st.sampled_from([1e-6, 1e-2])),
         "hc_eps": draw(st.sampled_from([1e-6, 1e-3])),
         "dtype": draw(DTYPES),
@@ -84,7 +85,7 @@ class _Maker:
         self.stages: list[Stage] = []
         #: what can be read, by the kind of value it is
         self.pools: dict[str, list[str]] = {
-            name: [] for name in ("streams", "columns", "mixes", "gate", "matrix", "logits")
+            name: [] for name in ("streams", "columns", "mixes", "gate", "bottleneck", "matrix", "logits")
         }
         self.written: set[str] = set()
         self.opaque = draw(st.booleans())
@@ -141,6 +142,21 @@ class _Maker:
                     eps=eps,
                     **self.options(KINDS["rowsq"].options),
                 )
+            case "norm_streams":
+                acc, eps = draw(st.sampled_from(["fp64", "fp32"])), draw(st.sampled_from([1e-6, 1e-2]))
+                self.add(
+                    "norm_streams",
+                    {"x": "streams", "weight": f"weight{tag}"},
+                    {"x_normed": "streams"},
+                    acc=acc,
+                    eps=eps,
+                    **self.options(KINDS["norm_streams"].options),
+                )
+            case "low_rank_gates":
+                self.add("low_rank_gates", {"mixes": "mixes"}, {"bottleneck": "bottleneck", "post": "gate"})
+            case "gated_mean":
+                reads = {"x": "streams", "bottleneck": "bottleneck", "up": f"up{tag}"}
+                self.add("gated_mean", reads, {"y": "columns"})
             case "gates":
                 self.add(
                     "gates",
@@ -190,6 +206,9 @@ class _Maker:
 #: kind -> pools it reads from
 _READS = {
     "rowsq": ("streams", "mixes"),
+    "norm_streams": ("streams",),
+    "low_rank_gates": ("mixes",),
+    "gated_mean": ("streams", "bottleneck"),
     "gates": ("mixes",),
     "matrix": ("logits",),
     "collapse": ("streams", "gate"),

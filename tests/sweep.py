@@ -88,6 +88,9 @@ def _programs() -> Iterator[tuple[str, Program, dict[str, Any]]]:
             for value in values[1:]:
                 made = program(*chain(**{kind: {key: value}}), n=3)
                 yield f"option {kind} {key}={value}", made, {"fuse": "pre"}
+    for place in KINDS["norm_streams"].options["eps_place"][1:]:
+        made = program(stage("norm_streams", eps_place=place), stage("mean", operands={"x": "x_normed"}), n=3)
+        yield f"option norm_streams eps_place={place}", made, {"fuse": "norm_streams+mean"}
     for dtype in ("fp32", "bf16", "fp16"):
         made = mhcgen.build(hidden=1024, dtype=dtype, scope="boundary", **FULL)
         yield f"cluster boundary {dtype}", made, {"fuse": "boundary", "cluster": 4}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import sweep
@@ -83,6 +84,17 @@ def test_default_schedules_of_up_to_eight_streams_spill_nothing(streams: int) ->
         for fuse in ("none", "pre"):
             plan = mhcgen.compile(mhcgen.build(streams=streams, hidden=hidden), fuse)
             jobs.append((f"{fuse} {hidden}", plan, "sm_90"))
+    assert_nothing_spilled(compiled(jobs))
+
+
+@pytest.mark.parametrize("streams", [1, 2, 3, 4])
+def test_default_schedules_of_the_gated_residual_spill_nothing(streams: int) -> None:
+    jobs = []
+    for hidden in (2560, 257):
+        for fuse, scope in (("none", "pre"), ("pre-norm", "pre"), ("boundary", "boundary")):
+            options: dict[str, Any] = {"projection": "fma", "norm": True, "dtype": "bf16", "scope": scope}
+            made = mhcgen.build("gated-residual", streams=streams, hidden=hidden, **options)
+            jobs.append((f"{fuse} {hidden}", mhcgen.compile(made, fuse), "sm_90"))
     assert_nothing_spilled(compiled(jobs))
 
 

@@ -186,6 +186,35 @@ def test_other_models_run_alike() -> None:
     assert hyper.counts["sum"] == 1
 
 
+@pytest.mark.parametrize("exit", ["head", "mean"])
+@pytest.mark.parametrize(("fuse", "norm"), [("seed", False), ("pre", False), ("boundary", False), ("boundary", True)])
+def test_a_model_with_gates_of_elements_runs_alike(fuse: str, norm: bool, exit: str, path: Path) -> None:
+    """It has no pre gates, and other parameters at a site and at the head."""
+    from mhcgen.inputs import make_inputs
+
+    where = Topology("gated-residual", 3, 8, 1, 0, rms_eps=1e-6, hc_eps=0.0, norm_eps=1e-6, exit=exit, rank=5)
+    program = build_config(where.config(scope="trunk", norm=norm))
+    given = make_inputs(program, 2)
+    branches = trunks.stage_branches(("0.attn", "0.ffn"))
+    wanted = compile(program).load(backend="host")(**given, branches=branches)["y"]
+    embeddings = given.pop("e")
+    hyper = HyperConnections(where, backend="host", fuse=fuse, norm=norm)
+    with pytest.raises(UsageError, match="no checkpoint is read"):
+        hyper.load(path)
+    hyper.load(given)
+    assert hyper.run(embeddings, turned, hyper.workspace(2)).tobytes() == wanted.tobytes()
+    x = streams(2)[:, :, :8].copy()
+    made = hyper.pre("0.attn", x)
+    assert made.pre is None and same_gated(made, hyper.pre_exact("0.attn", x))
+    with pytest.raises(UsageError) as caught:
+        HyperConnections(where, backend="host", gemm=lambda x, fn: x @ fn.T)
+    assert caught.value.code == "U-MODEL"
+
+
+def same_gated(a: Any, b: Any) -> bool:
+    return all(getattr(a, name).tobytes() == getattr(b, name).tobytes() for name in ("y", "post", "comb"))
+
+
 @pytest.mark.parametrize(
     ("model", "options"), [("deepseek-v4.1", {}), ("transformer-engine", {"gemm": lambda x, fn: x @ fn.T})]
 )

@@ -103,6 +103,10 @@ def test_norm_weights_are_the_checkpoints_unless_given(run: Run, tmp_path: Path)
         (["--layer", "0", "--site", "attn", "--scope", "mean"], "no parameters to read"),
         (["--layer", "0", "--site", "attn", "--hidden", "13"], "tensor layers.0.hc_attn_fn has shape"),
         (["--layer", "0", "--site", "attn", "--projection", "external"], "no tensor mixes"),
+        (
+            ["--layer", "0", "--site", "attn", "--model", "gated-residual", "--iters", "0", "--hc-eps", "0"],
+            "read for fn, base and scale, and model gated-residual has",
+        ),
     ],
 )
 def test_what_does_not_go_together(run: Run, words: list[str], what: str) -> None:

@@ -238,3 +238,42 @@ def test_files_that_are_no_configuration(tmp_path: Path) -> None:
 def test_tables_need_no_file() -> None:
     assert topology_of({"streams": 2, "hidden": 8, "layers": 1}, own=True) is not None
     assert topology_of({}, own=False) is None
+
+
+# ---- gates of elements --------------------------------------------------------------------------------------
+QWEN = {
+    "model_type": "qwen4_exp",
+    "text_config": {
+        "hc_count": 4, "hc_lowrank": 320, "rms_norm_eps": 1e-6, "hidden_size": 2560, "num_hidden_layers": 48,
+        "ple_layer_ids": [],
+    },
+}  # fmt: skip
+
+
+def test_a_trunk_with_gates_of_elements_is_read(tmp_path: Path) -> None:
+    found = read_topology(write(tmp_path, QWEN))
+    assert found == Topology("gated-residual", 4, 2560, 48, 0, 1e-6, 0.0, 1e-6, "head", 320)
+    assert found.rows == 324 and found.config(scope="head").rank == 320
+
+
+def test_layers_that_add_to_the_streams_are_refused_by_their_key(tmp_path: Path) -> None:
+    text = {**QWEN["text_config"], "ple_layer_ids": [2]}  # type: ignore[dict-item]
+    with pytest.raises(InputError) as caught:
+        read_topology(write(tmp_path, {**QWEN, "text_config": text}))
+    assert caught.value.code == "I-CONFIG" and "ple_layer_ids" in caught.value.message
+    assert "--model gated-residual" in caught.value.hints[0]
+
+
+@pytest.mark.parametrize("key", ["hc_count", "hc_lowrank"])
+def test_a_key_of_such_a_trunk_that_is_missing_is_named(tmp_path: Path, key: str) -> None:
+    text = {name: value for name, value in QWEN["text_config"].items() if name != key}  # type: ignore[union-attr]
+    with pytest.raises(InputError, match=key):
+        read_topology(write(tmp_path, {**QWEN, "text_config": text}))
+
+
+def test_the_rank_of_our_own_format(tmp_path: Path) -> None:
+    table = {"model": "gated-residual", "streams": 3, "hidden": 16, "layers": 2}
+    assert read_topology(write(tmp_path, table)).config().rank == 2  # type: ignore[union-attr]
+    assert read_topology(write(tmp_path, {**table, "rank": 5})).rows == 5 + 3  # type: ignore[union-attr]
+    with pytest.raises(InputError, match="must be an integer from 1 to 4096, got 0"):
+        read_topology(write(tmp_path, {**table, "rank": 0}))

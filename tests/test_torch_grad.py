@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed: pip install 'mhcgen[torch]'")
 
 import torch
-from torch_cases import CASES, IDS, SMALL, as_tuple, inputs, no_compiler
+from torch_cases import CASES, IDS, PLAIN, SMALL, as_tuple, inputs, no_compiler
 
 import mhcgen.torch as mhc
 from mhcgen.errors import UsageError
@@ -44,18 +44,19 @@ def test_gradcheck(name: str, gemm: bool) -> None:
 def test_gradcheck_of_every_model(model: str) -> None:
     streams = 3 if not find_model(model).refuses_streams(3) else 4
     setup = Setup(model, streams=streams, hidden=4)
-    tensors = inputs("boundary_norm", setup, tokens=2, double=True, grad=True)
+    name = "gated_boundary_norm" if find_model(model).rank else "boundary_norm"
+    tensors = inputs(name, setup, tokens=2, double=True, grad=True)
     leaves = [tensor for tensor in tensors if tensor is not None]
 
     def function(*given: Any) -> Any:
         rest = iter(given)
         filled = [None if tensor is None else next(rest) for tensor in tensors]
-        return operator("boundary_norm")(*filled, setup.text)
+        return operator(name)(*filled, setup.text)
 
     assert torch.autograd.gradcheck(function, leaves, fast_mode=True)
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", PLAIN)
 def test_gradients_of_fp32_are_those_of_float64(name: str) -> None:
     """The forward may be a kernel; its backward takes the inputs again, whatever made the results."""
     found = []

@@ -15,13 +15,13 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed: pip install 'mhcgen[torch]'")
 
 import torch
-from torch_cases import CASES, IDS, SMALL, as_tuple, call, inputs, no_compiler
+from torch_cases import CASES, IDS, PLAIN, SMALL, as_tuple, call, inputs, no_compiler
 
 import mhcgen.torch as mhc
 from mhcgen.errors import InputError, InputTypeError
 from mhcgen.plan import Plan
 from mhcgen.runners import HostRunner
-from mhcgen.torch import OPERATIONS, Setup, launch
+from mhcgen.torch import Setup, launch
 from mhcgen.torch.cpu import as_numpy
 
 STREAM = 0x77
@@ -133,7 +133,7 @@ def test_the_twin_runs_where_an_address_is_not_aligned(world: World) -> None:
 
 
 def test_no_tokens_no_launch(world: World) -> None:
-    for name in OPERATIONS:
+    for name in PLAIN:
         tensors = inputs(name, tokens=0)
         record, given = prepared(world, name, SMALL, tensors)
         assert all(result.shape[0] == 0 for result in record.run(given))

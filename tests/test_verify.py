@@ -78,6 +78,16 @@ BROKEN: dict[str, list[tuple[Program, list[str]]]] = {
             replace(factories.program(factories.stage("quant")), dims=(("G", 2), ("H", 8), ("n", 2))),
             ["size G is 2, and 1 follows from the others"],
         ),
+        (
+            replace(factories.program(factories.stage("gated_mean")), dims=(("H", 8), ("K", 16), ("n", 2))),
+            ["size D is None, not a positive integer"],
+        ),
+        (
+            replace(
+                factories.program(factories.stage("low_rank_gates")), dims=(("D", 3), ("H", 8), ("R", 4), ("n", 2))
+            ),
+            ["size R is 4, and 5 follows from the others"],
+        ),
     ],
     "names_can_stand_in_text": [
         (

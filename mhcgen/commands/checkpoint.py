@@ -45,6 +45,13 @@ class Checkpoint:
                 where="--weights",
                 hints=("leave it out",),
             )
+        if program.stages_of_kind("gated_mean"):
+            raise UsageError(
+                "U-WEIGHTS",
+                f"a checkpoint is read for fn, base and scale, and model {program.model} has {', '.join(wanted)}",
+                where="--weights",
+                hints=("give them with --inputs",),
+            )
         n, hidden = program.dim("n"), program.dim("H")
         if self.site == "head":
             found = head_parameters(self.path, n, hidden)

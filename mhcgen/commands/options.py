@@ -164,6 +164,7 @@ SHARED: tuple[inspect.Parameter, ...] = (
     _shared("layers", int, "--layers", "N", "Layers of a trunk, two sites each."),
     _shared("exit", str, "--exit", _choice(EXITS), "How a trunk ends."),
     _shared("iters", int, "--iters --sinkhorn-iters", "N", "Sinkhorn iterations."),
+    _shared("rank", int, "--rank", "N", "Rank of the gates, in a model that has one for every element."),
     _shared("rms_eps", float, "--rms-eps", "E", "eps of the RMS over the streams."),
     _shared("hc_eps", float, "--hc-eps", "E", "eps of the pre gates and inside the Sinkhorn."),
     _shared("norm_eps", float, "--norm-eps", "E", "eps of the RMSNorm of y."),

@@ -104,9 +104,9 @@ def in_step(source: str, step: str, pattern: str, by: str) -> str:
     return "".join((*pieces, source[last:]))
 
 
-def _steps(plan: Plan, kind: str) -> Iterator[Step]:
-    """Steps of all stages of a kind."""
-    names = {stage.name for stage in plan.program.stages_of_kind(kind)}
+def _steps(plan: Plan, *kinds: str) -> Iterator[Step]:
+    """Steps of all stages of these kinds."""
+    names = {stage.name for stage in plan.program.stages_of_kind(*kinds)}
     yield from (step for kernel in plan.kernels for step in kernel.steps() if step.stage in names)
 
 
@@ -132,7 +132,8 @@ def skip_stream(program: Program, plan: Plan) -> Iterator[Fault]:
     """collapse leaves out the last stream."""
     source = plan.source
     n = program.dim("n")
-    sums = [step for step in _steps(plan, "collapse") if step.template.endswith("collapse")]  # not the slab's load
+    # Not the slab's load.
+    sums = [s for s in _steps(plan, "collapse", "gated_mean") if s.template.endswith(("collapse", "gated_mean"))]
     for step in sums:
         source = in_step(source, step.name, rf"int c = 1; c < {n};", f"int c = 1; c < {n - 1};")
     yield Fault(plan, source, "the sum of collapse")
@@ -191,7 +192,7 @@ def eps_outside_root(program: Program, plan: Plan) -> Iterator[Fault]:
     """1 / (sqrt(mean) + eps) in place of 1 / sqrt(mean + eps), or the other way round."""
 
     def change(stage: Stage) -> dict[str, AttrValue]:
-        if stage.kind not in ("rowsq", "rowsq_streams"):
+        if stage.kind not in ("rowsq", "rowsq_streams", "norm_streams"):
             return {}
         return {"eps_place": "in" if stage.option("eps_place", "in") == "out" else "out"}
 
@@ -219,10 +220,11 @@ def max_over_padding(program: Program, plan: Plan) -> Iterator[Fault]:
 
 def borrowed_row(program: Program, plan: Plan) -> Iterator[Fault]:
     """The square sum of token t reads the streams of token t - 1."""
-    rows = {s.name: s.operand("x") for s in program.stages_of_kind("rowsq")}
+    rows = {s.name: s.operand("x") for s in program.stages_of_kind("rowsq", "norm_streams")}
+    squares = ("sumsq_partial", "sumsq_streams_partial")
 
     def change(kernel: Kernel, step: Step) -> Step:
-        if step.stage not in rows or step.template != "sumsq_partial":
+        if step.stage not in rows or step.template not in squares:
             return step
         x = rows[step.stage]
         row = program.dim("n") * program.dim("H")
@@ -234,7 +236,7 @@ def borrowed_row(program: Program, plan: Plan) -> Iterator[Fault]:
         )
 
     # A cluster squares streams that its blocks hold in shared memory, and has no other row to borrow.
-    if any(step.template == "sumsq_partial" for step in _steps(plan, "rowsq")):
+    if any(step.template in squares for step in _steps(plan, "rowsq", "norm_streams")):
         yield _planted(plan, _with_steps(plan, change), "the streams of rowsq")
 
 

@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mhcgen import bounds, reference
+from mhcgen import bounds, reference, reference_each
 from mhcgen.combs import comb_kind
 from mhcgen.gate.checks import Verdict, computed, rounded
 from mhcgen.gate.execute import Array, Arrays, Outcome
 from mhcgen.gate.jobs import Job
 from mhcgen.ir import AttrValue, Program, Stage
 from mhcgen.passes.fuse import OPAQUE_KINDS
-from mhcgen.stages import COMB_STAGES
+from mhcgen.stages import COMB_STAGES, LOW_RANK
 
 #: Results by slot of a stage that goes wrong; None where this fault leaves the stage alone.
 Wrong = Callable[[Stage, Arrays], Mapping[str, Array] | None]
@@ -117,7 +117,7 @@ def _rowsq(change: Callable[[Stage, Arrays], tuple[Stage, Arrays] | None]) -> Wr
     """A rescale by another stage, or of other operands, than the Program's."""
 
     def wrong(stage: Stage, operands: Arrays) -> Mapping[str, Array] | None:
-        changed = change(stage, operands) if stage.kind in ("rowsq", "rowsq_streams") else None
+        changed = change(stage, operands) if stage.kind in ("rowsq", "rowsq_streams", "norm_streams") else None
         if changed is None:
             return None
         made = reference.evaluate(*changed, {})
@@ -140,21 +140,53 @@ def _eps_outside(stage: Stage, operands: Arrays) -> tuple[Stage, Arrays] | None:
     return (_with(stage, eps_place="out"), operands) if inside else None
 
 
-def _borrowed(stage: Stage, operands: Arrays) -> tuple[Stage, Arrays]:
-    return stage, {**operands, "x": np.roll(operands["x"], 1, axis=0)}
+_of_other_row = _rowsq(lambda stage, operands: (stage, {**operands, "x": np.roll(operands["x"], 1, axis=0)}))
+
+
+def _borrowed(stage: Stage, operands: Arrays) -> Mapping[str, Array] | None:
+    made = _of_other_row(stage, operands)
+    if made is None or stage.kind != "norm_streams":
+        return made
+    # What is divided is the row's own, where it is not mixes but the streams: x times what the other row came to.
+    eps, place = float(stage.attr("eps")), stage.option("eps_place", "in")
+    squares = np.mean(np.roll(operands["x"], 1, axis=0) ** 2, axis=2)
+    root = reference_each.root_mean_square(squares, eps, place)[:, :, None]
+    return {"x_normed": operands["x"] / root * (1.0 + operands["weight"].reshape(root.shape[1], -1))}
+
+
+def _weight_alone(stage: Stage, operands: Arrays) -> Mapping[str, Array] | None:
+    if stage.kind != "norm_streams":
+        return None
+    made = reference.evaluate(stage, {**operands, "weight": operands["weight"] - 1.0}, {})
+    return {slot: np.asarray(array, dtype=np.float64) for slot, array in made.items()}
+
+
+def _undivided(program: Program) -> Wrong:
+    """Gates of low rank of the mixes as they are, not over the number of streams."""
+
+    def wrong(stage: Stage, operands: Arrays) -> Mapping[str, Array] | None:
+        if stage.kind not in LOW_RANK:
+            return None
+        whole = {"mixes": operands["mixes"] * program.dim("n")}
+        made = reference.evaluate(stage, whole, dict(program.dims))
+        return {slot: np.asarray(array, dtype=np.float64) for slot, array in made.items()}
+
+    return wrong
 
 
 def _narrow_weights(stage: Stage, operands: Arrays) -> Mapping[str, Array] | None:
-    project = {"project": reference.project, "project_streams": reference.project_streams}.get(stage.kind)
+    project = {"project": reference.project, "project_streams": reference_each.project_streams}.get(stage.kind)
     if project is None:
         return None
     return {"mixes": project(operands["x"], reference.round_to(operands["fn"], "bf16"))}
 
 
 def _stream_skipped(stage: Stage, operands: Arrays) -> Mapping[str, Array] | None:
-    if stage.kind != "collapse":
-        return None
-    return {"y": reference.collapse(operands["x"][:, :-1], operands["pre"][..., :-1])}
+    x = operands.get("x", np.empty(0))
+    if stage.kind == "gated_mean":
+        zero = np.concatenate([x[:, :-1], np.zeros_like(x[:, -1:])], axis=1)
+        return {"y": reference_each.gated_mean(zero, operands["bottleneck"], operands["up"])}
+    return {"y": reference.collapse(x[:, :-1], operands["pre"][..., :-1])} if stage.kind == "collapse" else None
 
 
 def _other_eps(program: Program) -> Wrong:
@@ -201,13 +233,14 @@ _UNSTABLE = Planted("exponentials without the row maximum", _comb(_without_maxim
 PLANTED: dict[str, tuple[Planted, ...]] = {
     "uniform": (
         Planted("a stream skipped", _stream_skipped, _wide),
-        Planted("another row's norm", _rowsq(_borrowed), _several),
+        Planted("another row's norm", _borrowed, _several),
+        Planted("a weight without the 1 that is added to it", _weight_alone),
     ),
     "D4": (Planted("eps outside the root", _rowsq(_eps_outside)),),
     "D5": (Planted("sums clamped by eps", _comb(_clamped)),),
     "D8": (_UNSTABLE,),
     "D9": (Planted("weights narrowed to bf16", _narrow_weights),),
-    "D10": (Planted("another row's norm", _rowsq(_borrowed), _several),),
+    "D10": (Planted("another row's norm", _borrowed, _several),),
     "D12": (Planted("eps lost", _rowsq(_eps_lost)),),
     "deep": (_UNSTABLE,),
     "slow": (
@@ -225,6 +258,8 @@ def planted(program: Program, job: Job) -> tuple[Planted, ...]:
         found = (Planted("the two eps mixed up", _other_eps(program)),)
     if job.kind in ("uniform", "D1") and program.dim("n") >= 3:
         found = (Planted("comb transposed", _transposed(program)), *found)
+    if job.kind == "uniform" and program.dim("n") > 1:
+        found = (*found, Planted("mixes that are not over the number of streams", _undivided(program)))
     return tuple(fault for fault in found if fault.needs(program, job.tokens))
 
 

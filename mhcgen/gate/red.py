@@ -25,7 +25,7 @@ from mhcgen.gate.request import SMALL_TOKENS
 from mhcgen.inputs import DISCRIMINATING
 from mhcgen.ir import Program
 from mhcgen.plan import Plan
-from mhcgen.stages import COMB_STAGES
+from mhcgen.stages import COMB_STAGES, LOW_RANK
 
 if TYPE_CHECKING:
     from mhcgen.gate.run import Ran, Session
@@ -75,7 +75,16 @@ def _streams(least: int, why: str, kind: str) -> Callable[[Program], str]:
 
 
 def _rooted(program: Program) -> str:
-    return "" if program.stages_of_kind("rowsq_streams") else _kind("rowsq")(program)
+    return "" if program.stages_of_kind("rowsq_streams", "norm_streams") else _kind("rowsq")(program)
+
+
+def _summed(program: Program) -> str:
+    kind = "gated_mean" if program.stages_of_kind("gated_mean") else "collapse"
+    return _streams(2, "there is one stream", kind)(program)
+
+
+def _squared(program: Program) -> str:
+    return "" if program.stages_of_kind("norm_streams") else _kind("rowsq")(program)
 
 
 def _asymmetric(program: Program) -> str:
@@ -134,7 +143,7 @@ RED: dict[str, RedArm] = {
         RedArm(
             "skip-stream",
             "collapse leaves out the last stream",
-            _streams(2, "there is one stream", "collapse"),
+            _summed,
             "bits",
             faults.skip_stream,
         ),
@@ -166,7 +175,7 @@ RED: dict[str, RedArm] = {
         RedArm(
             "max-over-padding", "padding lanes take part in a reduction", _padded, "bits", faults.max_over_padding
         ),
-        RedArm("borrowed-row", "the norm of the token before", _kind("rowsq"), "bits", faults.borrowed_row),
+        RedArm("borrowed-row", "the norm of the token before", _squared, "bits", faults.borrowed_row),
     )
 }
 
@@ -273,8 +282,8 @@ def _shown(program: Program, clean: Outcomes, wrong: Wrong) -> bool:
 
 def _exposed(program: Program) -> bool:
     """Whether gates and comb are results. A trunk shows them through y alone, where rounding may hide a fault."""
-    makers = program.stages_of_kind("gates", *COMB_STAGES)
-    made = [name for s in makers for slot, name in s.results if slot != "logits"]
+    makers = program.stages_of_kind("gates", *LOW_RANK, *COMB_STAGES)
+    made = [name for s in makers for slot, name in s.results if slot not in ("logits", "bottleneck")]
     return all(program.tensor(name).role == "result" for name in made)
 
 

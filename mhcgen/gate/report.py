@@ -176,7 +176,7 @@ class Report:
             "version": JSON_VERSION,
             "ok": self.ok,
             "exit_code": self.exit_code,
-            "config": {**asdict(request.config), "extra": list(request.config.extra)},
+            "config": request.config.as_dict(),
             "options": asdict(request.options),
             "class": self.numeric_class,
             "backend": request.backend,

@@ -37,6 +37,8 @@ class Model:
         rms: options of the RMS (`eps_place`, `form`).
         stream_last: streams are stored [T, H, n], the streams of a column side by side.
         norm_each: projection and RMS are of each stream alone.
+        rank: most rank of gates that every element of the normed streams has of its own; 0 where each stream has one
+            gate.
         static: what does not depend on the token: nothing, the mixing matrix (`comb`), or all coefficients (`all`).
         notes: what the source does that is not modelled, and what is inferred.
     """
@@ -61,6 +63,7 @@ class Model:
     rms: Options = ()
     stream_last: bool = False
     norm_each: bool = False
+    rank: int = 0
     static: str = ""
     notes: tuple[str, ...] = ()
 
@@ -73,6 +76,8 @@ class Model:
     def uses_hc_eps(self) -> bool:
         """Whether any stage reads `hc_eps`."""
         options = dict(self.comb_options)
+        if self.rank:
+            return False
         in_comb = self.iterated and options.get("domain") != "log" and options.get("eps_mode") != "none"
         return in_comb or self.pre_eps is None
 
@@ -93,8 +98,17 @@ class Model:
         """Logits of the mixing matrix for n streams."""
         return COMB_KINDS[self.comb].logits(n)
 
-    def mixes(self, n: int) -> int:
-        """Rows of fn and base for n streams: pre n | post n, and the logits where they depend on what those do."""
+    def rank_at(self, hidden: int) -> int:
+        """Default rank of the gates at a hidden size: an eighth of it, as published, up to the model's own."""
+        return min(self.rank, max(1, hidden // 8))
+
+    def mixes(self, n: int, rank: int = 0) -> int:
+        """Rows of fn and base for n streams: pre n | post n, and the logits where they depend on what those do.
+
+        Gates of low rank have no base, and their rows of fn are rank | post n.
+        """
+        if self.rank:
+            return rank + n
         return 2 * n + (0 if self.static == "comb" else self.logits(n))
 
     def pre_eps_of(self, hc_eps: float) -> float:

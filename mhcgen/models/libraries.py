@@ -69,6 +69,28 @@ MODELS = (
         ),
     ),
     Model(
+        "gated-residual",
+        "GatedResidual of qwen4_exp in Hugging Face Transformers (Qwen3.8-Flash-Next): no mixing matrix, a gate for "
+        "every element",
+        hidden=2560,
+        iters=0,
+        hc_eps=0.0,
+        comb="identity",
+        pre_eps=0.0,
+        rank=320,
+        notes=(
+            "fn [D + n, n*H] is input_mix_weight_down on top of block_inject_weight, which share their input",
+            "up [D, n*H] is input_mix_weight_up transposed, so that neighbouring columns lie side by side; a loader "
+            "transposes it once",
+            "stream_weight [n*H] is the weight of hc_norm, to which 1 is added here",
+            "D is --rank; the default is the published 320 at H = 2560 and H/8 below, at least 1",
+            "every module there rounds to the streams' dtype; here x_normed and y do, mixes and gates stay fp32",
+            "the sub-layers there have no norm of their own; norm=True adds one",
+            "layers of ple_layer_ids there add to the streams before the attention site, as an engram does",
+            "entry is n copies; exit head is the same mixer without post; the published model refuses n = 1",
+        ),
+    ),
+    Model(
         "mhc.cu",
         "mHC.cu: exp without a maximum, division only where a sum exceeds 1e-5, comb as [out, in]",
         rms_eps=1e-5,

@@ -24,7 +24,7 @@ from mhcgen.ir import Program
 from mhcgen.log import Decision, Witness
 from mhcgen.passes.refuse import refuse
 from mhcgen.plan import Kernel, Plan
-from mhcgen.stages import COMB_STAGES, EACH_STREAM
+from mhcgen.stages import COMB_STAGES, EACH_STREAM, LOW_RANK
 
 #: The chain every `pre` preset holds; a projection in the Program joins it.
 PRE_CHAIN = ("rowsq", "gates", "sinkhorn", "collapse")
@@ -123,7 +123,10 @@ def requested_groups(program: Program, wish: str) -> list[tuple[str, ...]]:
 
 
 #: Stages of a chain; a gated head has gates of its own kind and no mixing matrix.
-_CHAIN = ("project", "rowsq", *EACH_STREAM, "gates", "head_gates", *COMB_STAGES, "collapse", "first")
+_CHAIN = (
+    "norm_streams", "project", "rowsq", *EACH_STREAM, "gates", "head_gates", *LOW_RANK, *COMB_STAGES, "collapse",
+    "first", "gated_mean",
+)  # fmt: skip
 _TAIL = ("norm", "quant")
 #: Ends of a trunk without gates of their own.
 _EXITS = ("mean", "sum")
@@ -131,17 +134,21 @@ _EXITS = ("mean", "sum")
 _STANDS_FOR = {
     "comb": ("sinkhorn",),
     "first": ("collapse",),
+    "gated_mean": ("collapse",),
+    "head_low_rank_gates": ("head_gates",),
+    "low_rank_gates": ("gates",),
+    "norm_streams": ("rowsq",),
     "rowsq_streams": ("rowsq",),
     "static_gates": ("gates", "rowsq"),
 }
 #: preset -> kinds of a site's group, and kinds without which the preset means nothing.
 _PRESET_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "seed": (("gates", *COMB_STAGES), ("gates", "sinkhorn")),
+    "seed": (("gates", "low_rank_gates", *COMB_STAGES), ("gates", "sinkhorn")),
     "pre": (_CHAIN, PRE_CHAIN),
     "pre-norm": ((*_CHAIN, "norm"), (*PRE_CHAIN, "norm")),
     "pre-norm-quant": ((*_CHAIN, *_TAIL), (*PRE_CHAIN, *_TAIL)),
     "boundary": (("post", *_CHAIN, *_TAIL, *_EXITS), ("post", *PRE_CHAIN)),
-    "delayed": (("post", "collapse", "first", *_TAIL), ("post", "collapse")),
+    "delayed": (("post", "collapse", "first", "gated_mean", *_TAIL), ("post", "collapse")),
     "site": ((*_CHAIN, *_TAIL, "post"), (*PRE_CHAIN, "post")),
 }
 #: Presets that put the post of a site into the group of the site after it.
@@ -176,7 +183,7 @@ def _preset_groups(program: Program, preset: str) -> list[tuple[str, ...]]:
         if stage.kind in wanted and not program.runs_once(stage):
             site = site_of(stage.name)
             if site and stage.kind == "post" and preset in _CROSSING:
-                begins = ("rowsq", "rowsq_streams", "collapse", *_EXITS)
+                begins = ("rowsq", "rowsq_streams", "norm_streams", "collapse", *_EXITS)
                 after = (site_of(s.name) for s in program.stages[index:] if s.kind in begins)
                 site = next(after, site)
             groups[site] = (*groups.get(site, ()), stage.name)

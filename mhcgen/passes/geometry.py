@@ -14,7 +14,7 @@ from mhcgen.ir import Program, Stage
 from mhcgen.log import Decision, LogEntry
 from mhcgen.passes.refuse import refuse
 from mhcgen.plan import Columns, Kernel, Options, Place, Plan
-from mhcgen.stages import COMB_STAGES, EACH_STREAM, KINDS, STREAM_LAST
+from mhcgen.stages import COMB_STAGES, EACH_STREAM, KINDS, LOW_RANK, STREAM_LAST
 
 MAX_WARPS = 32
 REGISTERS_PER_SM = 65536
@@ -34,9 +34,9 @@ KEPT_COLUMNS = 16
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8_e4m3": 1, "int32": 4}
 
 #: Kinds that need every column of a token in one block.
-REDUCING = ("project", "rowsq", *EACH_STREAM, "norm")
+REDUCING = ("project", "rowsq", *EACH_STREAM, "norm_streams", "norm")
 #: Kinds whose totals or small vectors are worked on by one warp.
-MIXING = ("project", "rowsq", *EACH_STREAM, "gates", "head_gates", *COMB_STAGES)
+MIXING = ("project", "rowsq", *EACH_STREAM, "norm_streams", "gates", "head_gates", *LOW_RANK, *COMB_STAGES)
 
 
 def geometry(plan: Plan, kernel: Kernel, stages: tuple[Stage, ...], log: list[LogEntry]) -> Kernel:
@@ -108,10 +108,13 @@ def _least_run(stages: tuple[Stage, ...], chunk: int) -> int:
 
 
 def _pointwise(plan: Plan, kernel: Kernel, chunk: int, log: list[LogEntry]) -> Kernel:
-    hidden = plan.program.dim("H")
+    hidden, options = plan.program.dim("H"), plan.options
+    wanted = (options.threads or 32 * POINTWISE_WARPS) // 32
+    gated = any(stage.kind == "gated_mean" for stage in plan.kernel_stages(kernel))
+    if gated and options.threads is None and options.regime == "decode":
+        chunk = wanted = 1  # what gates read is far larger than the streams: many small blocks, on many SMs
     run = _least_run(plan.kernel_stages(kernel), chunk)
-    wanted = (plan.options.threads or 32 * POINTWISE_WARPS) // 32
-    warps = min(wanted, -(-hidden // (32 * run))) if plan.options.threads is None else wanted
+    warps = min(wanted, -(-hidden // (32 * run))) if options.threads is None else wanted
     blocks = -(-hidden // (warps * 32 * run))
     log.append(
         Decision(
@@ -152,7 +155,9 @@ def _cluster_geometry(plan: Plan, kernel: Kernel, kinds: set[str], chunk: int, l
     most = MAX_CLUSTER if options.cluster is None else options.cluster
     wanted = options.cluster is not None and options.cluster > 1
     reason = ""
-    if most == 1 or "project" not in kinds or not kinds <= CLUSTER_KINDS:
+    if gated := kinds & {"norm_streams", *LOW_RANK, "gated_mean"}:
+        reason = "gates of every element have no steps for a cluster, so one block does a token's columns"
+    elif most == 1 or "project" not in kinds or not kinds <= CLUSTER_KINDS:
         reason = "only a kernel with a projection uses a cluster"
     elif not {"rowsq", "gates"} <= kinds:
         reason = "the leader of a token needs rowsq and gates in the kernel"
@@ -169,6 +174,8 @@ def _cluster_geometry(plan: Plan, kernel: Kernel, kinds: set[str], chunk: int, l
     if reason:
         if wanted:
             raise refuse("place", "P-CLUSTER", kernel.name, reason, "leave --cluster out")
+        if gated and "project" in kinds:
+            log.append(Decision("place", kernel.name, "no cluster", reason))
         return None
     n, hidden = program.dim("n"), program.dim("H")
     run = chunk
@@ -305,18 +312,20 @@ def _slab_geometry(
         extras = (0,)
     # With a given block size, narrower pieces let more threads share the columns.
     pieces = [chunk] if options.threads is None else [piece for piece in (8, 4, 2, 1) if piece <= chunk]
-    tried: list[tuple[int, int, int, int, int, int]] = []
+    tried: list[tuple[int, int, int, int, int, int, int]] = []
     for extra, piece in ((e, p) for e in extras for p in pieces):
         least = _least_run(stages, piece)
-        run, data_warps = _slab_run(options, extra, hidden, least, len(streams) * n, kernel.name)
-        need = len(streams) * n * run + WORKING_REGISTERS
+        # Gates of every element are made a chunk of all streams at a time.
+        working = WORKING_REGISTERS + (n * piece if "gated_mean" in kinds else 0)
+        run, data_warps = _slab_run(options, extra, hidden, least, len(streams) * n, working, kernel.name)
+        need = len(streams) * n * run + working
         have = registers_per_thread(data_warps + extra)
-        tried.append((extra, piece, run, data_warps, need, have))
+        tried.append((extra, piece, run, data_warps, need, have, working))
         if need <= have:
             break
-    extra, piece, run, data_warps, need, have = tried[-1] if tried[-1][4] <= tried[-1][5] else tried[0]
+    extra, piece, run, data_warps, need, have, working = tried[-1] if tried[-1][4] <= tried[-1][5] else tried[0]
     own = extra == 1
-    fits = f"{n} x {run} floats a thread and {WORKING_REGISTERS} to work with, of {have} registers"
+    fits = f"{n} x {run} floats a thread and {working} to work with, of {have} registers"
     if need > have:
         if options.slab == "registers":
             raise refuse(
@@ -360,7 +369,9 @@ def _slab_geometry(
     )
 
 
-def _slab_run(options: Options, extra: int, hidden: int, least: int, floats: int, kernel: str) -> tuple[int, int]:
+def _slab_run(
+    options: Options, extra: int, hidden: int, least: int, floats: int, working: int, kernel: str
+) -> tuple[int, int]:
     """Run and data warps for a slab of `floats` registers a column; fewer, wider threads while it does not fit."""
     most = MAX_WARPS - extra if options.threads is None else options.threads // 32 - extra
     if most < 1:
@@ -375,7 +386,7 @@ def _slab_run(options: Options, extra: int, hidden: int, least: int, floats: int
     if options.threads is not None:
         return run, most
     data_warps = -(-hidden // (32 * run))
-    while floats * run + WORKING_REGISTERS > registers_per_thread(data_warps + extra) and data_warps > 1:
+    while floats * run + working > registers_per_thread(data_warps + extra) and data_warps > 1:
         run *= 2
         data_warps = -(-hidden // (32 * run))
     return run, data_warps

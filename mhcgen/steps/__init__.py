@@ -10,7 +10,7 @@ import networkx as nx
 from mhcgen.ir import Stage
 from mhcgen.plan import Buffer, Kernel, Node, Plan, Step
 from mhcgen.stages import COMB_STAGES
-from mhcgen.steps import cluster, column, each, mix, sinkhorn
+from mhcgen.steps import cluster, column, each, gated, mix, sinkhorn
 from mhcgen.steps.context import Context
 
 Expand = Callable[[Context, Stage], None]
@@ -21,6 +21,10 @@ EXPANDERS: dict[str, Expand] = {
     "rowsq": mix.rowsq,
     "project_streams": each.project_streams,
     "rowsq_streams": each.rowsq_streams,
+    "norm_streams": gated.norm_streams,
+    "low_rank_gates": gated.low_rank_gates,
+    "head_low_rank_gates": gated.low_rank_gates,
+    "gated_mean": gated.gated_mean,
     "gates": mix.gates,
     "static_gates": mix.static_gates,
     "head_gates": mix.head_gates,

@@ -26,16 +26,16 @@ def expand(context: Context, stage: Stage) -> None:
         "copy",
         "expand",
         "data",
-        reads + _stream_writes(context, target),
-        declares + _stream_declares(context, target),
+        reads + stream_writes(context, target),
+        declares + stream_declares(context, target),
         n=context.n,
-        **_stream_sinks(context, target),
+        **stream_sinks(context, target),
         **source,
         **context.column_fields(),
     )
 
 
-def _stream_sinks(context: Context, tensor: str) -> dict[str, Any]:
+def stream_sinks(context: Context, tensor: str) -> dict[str, Any]:
     """Fields of a step that writes chunks of a stream tensor."""
     in_thread = context.place(tensor).space == "thread"
     sinks = ("columns/stream_to_registers.cu.j2",) * in_thread
@@ -48,11 +48,13 @@ def _stream_sinks(context: Context, tensor: str) -> dict[str, Any]:
     return {"sinks": sinks, **fields}
 
 
-def _stream_writes(context: Context, tensor: str) -> tuple[Access, ...]:
+def stream_writes(context: Context, tensor: str) -> tuple[Access, ...]:
+    """Accesses behind `stream_sinks`."""
     return (Access(f"global:{tensor}", True, own=True),)
 
 
-def _stream_declares(context: Context, tensor: str) -> tuple[Declare, ...]:
+def stream_declares(context: Context, tensor: str) -> tuple[Declare, ...]:
+    """Registers behind `stream_sinks`."""
     return (context.declare_streams(tensor),) * (context.place(tensor).space == "thread")
 
 
@@ -207,14 +209,14 @@ def post(context: Context, stage: Stage) -> None:
             *context.gate_accesses(comb),
             *reads,
             *more_reads,
-            *_stream_writes(context, target),
+            *stream_writes(context, target),
         ),
-        declares + more_declares + _stream_declares(context, target),
+        declares + more_declares + stream_declares(context, target),
         post=context.gate_source(gates),
         comb=context.gate_source(comb),
         **gates_fields,
         n=context.n,
-        **_stream_sinks(context, target),
+        **stream_sinks(context, target),
         round=f"mhc_round_{context.dtype(target)}",
         **source,
         **branch,

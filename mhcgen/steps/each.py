@@ -51,9 +51,9 @@ def project_streams(context: Context, stage: Stage) -> None:
     )
 
 
-def rowsq_streams(context: Context, stage: Stage) -> None:
-    """Sums of squares of each stream, n roots, and the rescale of each stream's mixes by its own."""
-    scaled, warps = stage.result("mixes_scaled"), context.kernel.data_warps
+def stream_roots(context: Context, stage: Stage) -> str:
+    """Sums of squares of each stream of x, and what they are rescaled by; the shared array of those n numbers."""
+    warps = context.kernel.data_warps
     acc = {"fp32": "float", "fp64": "double"}[stage.attr("acc")]
     part = context.share(f"s_{identifier(stage.name)}_part", acc, context.n * warps)
     roots = context.share(f"s_{identifier(stage.name)}_roots", "float", context.n)
@@ -88,6 +88,12 @@ def rowsq_streams(context: Context, stage: Stage) -> None:
         roots=roots,
         root=root_fields(stage)["root"],
     )
+    return roots
+
+
+def rowsq_streams(context: Context, stage: Stage) -> None:
+    """Sums of squares of each stream, n roots, and the rescale of each stream's mixes by its own."""
+    scaled, roots = stage.result("mixes_scaled"), stream_roots(context, stage)
     context.step(
         stage,
         "scale",

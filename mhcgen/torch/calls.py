@@ -61,7 +61,8 @@ class Call:
         own, wish = self.operation.fuse, self.setup.fuse
         if wish == "auto":
             return own
-        return wish if wish == "seed" and own.startswith("pre") and self.operation.scope == "pre" else "none"
+        chain = own.startswith(("pre", "seed")) and self.operation.scope == "pre"
+        return wish if wish == "seed" and chain else "none"
 
     def spec(self, name: str) -> Spec:
         """The spec of one of the Program's tensors."""

@@ -148,6 +148,22 @@ def _rowsq_streams(stage: Stage, o: Made, program: Program) -> Made:
     return {"mixes_scaled": o["mixes"] / each}
 
 
+def _norm_streams(stage: Stage, o: Made, program: Program) -> Made:
+    root = _root(_mean_square(o["x"], (2,), stage.attr("acc")), stage, program.dim("H"))
+    return {"x_normed": o["x"] / root[:, :, None] * (1.0 + o["weight"].reshape(o["x"].shape[1:]))}
+
+
+def _low_rank_gates(stage: Stage, o: Made, program: Program) -> Made:
+    low, injected = (o["mixes"] / program.dim("n")).tensor_split([program.dim("D")], 1)
+    post = stage.option("post_mult", 1.0) * torch.sigmoid(injected)
+    return {"bottleneck": torch.nn.functional.silu(low), "post": post}
+
+
+def _gated_mean(stage: Stage, o: Made, program: Program) -> Made:
+    gate = torch.sigmoid(o["bottleneck"] @ o["up"]).reshape(o["x"].shape)
+    return {"y": (gate * o["x"]).sum(1) / program.dim("n")}
+
+
 def _gates(stage: Stage, o: Made, program: Program) -> Made:
     n, mixes, scale, base = program.dim("n"), o["mixes_scaled"], o["scale"], o["base"]
     pre_act, post_act = (_ACTS[stage.option(key, "sigmoid")] for key in ("pre_act", "post_act"))
@@ -236,6 +252,10 @@ _STAGES = {
     "project_streams": _project_streams,
     "rowsq": _rowsq,
     "rowsq_streams": _rowsq_streams,
+    "norm_streams": _norm_streams,
+    "low_rank_gates": _low_rank_gates,
+    "head_low_rank_gates": _low_rank_gates,
+    "gated_mean": _gated_mean,
     "gates": _gates,
     "static_gates": _static_gates,
     "head_gates": _head_gates,

@@ -85,7 +85,46 @@ class Head(NamedTuple):
     pre: Tensor
 
 
-Results = TypeVar("Results", Site, NormSite, QuantSite, Boundary, NormBoundary, Head)
+class GatedSite(NamedTuple):
+    """`Site` of a model whose gates are of elements: y [T, H]; post [T, n]; comb [T, n, n]."""
+
+    y: Tensor
+    post: Tensor
+    comb: Tensor
+
+
+class GatedNormSite(NamedTuple):
+    """`GatedSite` with z [T, H], the RMSNorm of y."""
+
+    z: Tensor
+    y: Tensor
+    post: Tensor
+    comb: Tensor
+
+
+class GatedBoundary(NamedTuple):
+    """New streams x_next [T, n, H], and a `GatedSite` of them."""
+
+    x_next: Tensor
+    y: Tensor
+    post_next: Tensor
+    comb_next: Tensor
+
+
+class GatedNormBoundary(NamedTuple):
+    """`GatedBoundary` with z [T, H], the RMSNorm of y."""
+
+    x_next: Tensor
+    z: Tensor
+    y: Tensor
+    post_next: Tensor
+    comb_next: Tensor
+
+
+Results = TypeVar(
+    "Results", Site, NormSite, QuantSite, Boundary, NormBoundary, Head, GatedSite, GatedNormSite, GatedBoundary,
+    GatedNormBoundary,
+)  # fmt: skip
 
 _OPERATORS = {name: operator(name) for name in OPERATIONS}
 _OUT_OPERATORS = {name: operator(name, out=True) for name in OPERATIONS}
@@ -315,3 +354,90 @@ def head(
 ) -> Head:
     """The gated head: fn [n, n*H] (or mixes [T, n]), scale [1], base [n]."""
     return _many(Head, "head", (x, fn, mixes, scale, base), setup, out)
+
+
+def gated(
+    x: Tensor,
+    stream_weight: Tensor,
+    fn: Tensor | None,
+    up: Tensor,
+    *,
+    setup: Setup,
+    mixes: Tensor | None = None,
+    out: GatedSite | None = None,
+) -> GatedSite:
+    """The pre chain of a model whose gates are of elements: norm of each stream, bottleneck, gated mean.
+
+    Args:
+        x: streams [T, n, H].
+        stream_weight: [n*H], to which 1 is added.
+        fn: [D + n, n*H], rows of the bottleneck and of post, or None with `mixes`.
+        up: [D, n*H], from the bottleneck to a gate for every element.
+        setup: arithmetic and schedule.
+        mixes: [T, D + n] of the normed streams, where the projection is the caller's.
+        out: tensors to write to.
+    """
+    return _many(GatedSite, "gated", (x, stream_weight, fn, mixes, up), setup, out)
+
+
+def gated_norm(
+    x: Tensor,
+    stream_weight: Tensor,
+    fn: Tensor | None,
+    up: Tensor,
+    norm_weight: Tensor | None,
+    *,
+    setup: Setup,
+    mixes: Tensor | None = None,
+    out: GatedNormSite | None = None,
+) -> GatedNormSite:
+    """`gated` and an RMSNorm of y, with norm_weight [H]."""
+    return _many(GatedNormSite, "gated_norm", (x, stream_weight, fn, mixes, up, norm_weight), setup, out)
+
+
+def gated_boundary(
+    x: Tensor,
+    f: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    stream_weight: Tensor,
+    fn: Tensor,
+    up: Tensor,
+    *,
+    setup: Setup,
+    out: GatedBoundary | None = None,
+) -> GatedBoundary:
+    """`post` of a site and `gated` of the next in one launch."""
+    return _many(GatedBoundary, "gated_boundary", (x, f, post, comb, stream_weight, fn, up), setup, out)
+
+
+def gated_boundary_norm(
+    x: Tensor,
+    f: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    stream_weight: Tensor,
+    fn: Tensor,
+    up: Tensor,
+    norm_weight: Tensor | None,
+    *,
+    setup: Setup,
+    out: GatedNormBoundary | None = None,
+) -> GatedNormBoundary:
+    """`post` of a site and `gated_norm` of the next in one launch."""
+    tensors = (x, f, post, comb, stream_weight, fn, up, norm_weight)
+    return _many(GatedNormBoundary, "gated_boundary_norm", tensors, setup, out)
+
+
+def gated_head(
+    x: Tensor,
+    stream_weight: Tensor,
+    fn: Tensor | None,
+    up: Tensor,
+    *,
+    setup: Setup,
+    mixes: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """y [T, H]: the end of a trunk by the same mixer without post; fn is [D, n*H] (or mixes [T, D])."""
+    return _one("gated_head", (x, stream_weight, fn, mixes, up), setup, out)

@@ -5,6 +5,7 @@ HyperConnection        one site around one branch      hc_attn_fn hc_attn_base h
 HyperLayer             an attention and an FFN site    ... and hc_ffn_fn hc_ffn_base hc_ffn_scale
 HyperConnectionStack   expand, layers, exit            layers.{i}.hc_attn_fn ... hc_head_fn hc_head_base hc_head_scale
 ```
+A model whose gates are of elements has hc_attn_fn, hc_attn_stream_weight and hc_attn_up instead.
 Names are those of DeepSeek's own checkpoints; other public spellings are read by `load_public_state_dict`.
 
 Streams are [..., n, H] and every other dimension is a token's. Parameters of hyper-connections are fp32 and stay so
@@ -25,10 +26,10 @@ from torch import Tensor, nn
 from mhcgen.errors import InputError, UsageError
 from mhcgen.ir import Program
 from mhcgen.models import model as find_model
-from mhcgen.stages import COMB_STAGES
 from mhcgen.topology import Topology, read_topology
 from mhcgen.torch import functions as F
 from mhcgen.torch.eager import project_streams
+from mhcgen.torch.initial import FAR, INITIAL_FN, INITIAL_SCALE, initial_gates, initial_values
 from mhcgen.torch.operations import OPERATIONS, build_operation
 from mhcgen.torch.setup import Setup
 from mhcgen.trunk import SITES
@@ -38,14 +39,7 @@ LOGGER = logging.getLogger("mhcgen")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _WIDE = (torch.float32, torch.float64)
 
-#: Initial scale of mixes: gates start near their bases, and learn how far to follow the streams.
-INITIAL_SCALE = 0.01
-#: Standard deviation of fn at the start; it also tells the streams apart.
-INITIAL_FN = 0.02
-#: Logit of what a mixing matrix starts without.
-FAR = -8.0
-
-Made = F.Site | F.NormSite
+Made = F.Site | F.NormSite | F.GatedSite | F.GatedNormSite
 Branch = Callable[..., Tensor]
 
 
@@ -55,38 +49,6 @@ class NormWeight(nn.Module):
     def __init__(self, hidden: int, device: Any = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(hidden, dtype=torch.float32, device=device))
-
-
-def initial_values(program: Program) -> dict[str, Tensor]:
-    """`base` [R], and `comb_logits` [L] where the model has them, by which a site starts as a plain residual layer.
-
-    pre gates start at 1/n (the branch reads the mean of the streams), post gates at 1 (every stream gets the
-    branch's result), and the mixing matrix near the identity.
-    """
-    n = program.dim("n")
-    base = torch.zeros(program.dim("R"))
-    gates = next(stage for stage in program.stages if stage.kind in ("gates", "static_gates"))
-    if gates.option("form", "affine") == "scaled":  # bases are added to what is activated already
-        base[:n], base[n : 2 * n] = 1.0 / n, 1.0
-    else:
-        base[:n] = -math.log(n - 1) if n > 1 else -FAR
-    made = next(stage for stage in program.stages if stage.kind in COMB_STAGES)
-    separate = any(tensor.name == "comb_logits" for tensor in program.tensors)
-    logits = torch.zeros(program.dim("L")) if separate else base[2 * n :]
-    kind = made.attr("comb")
-    if kind == "sinkhorn":
-        logits.fill_(FAR)
-        logits[:: n + 1] = 0.0
-    elif kind == "plain":
-        logits[:: n + 1] = 1.0
-    elif kind in ("birkhoff", "circulant"):  # the first permutation, and the first shift, is the identity
-        logits.fill_(FAR)
-        logits[:1] = 0.0
-    elif kind == "kronecker":
-        logits[1::2] = FAR
-    elif kind == "diagonal":
-        logits.fill_(-FAR)
-    return {"base": base, "comb_logits": logits} if separate else {"base": base}
 
 
 class _Sites(nn.Module):
@@ -100,6 +62,14 @@ class _Sites(nn.Module):
         self._device = device
         self._last = find_model(setup.config.model).stream_last
         self._each = find_model(setup.config.model).norm_each
+        self._gated = find_model(setup.config.model).rank > 0
+        if self._gated and gemm:
+            raise UsageError(
+                "U-MODEL",
+                f"model {setup.config.model} projects streams that it norms first, and gemm reads them as they come",
+                where="gemm",
+                hints=("leave gemm out, or call gated(..., mixes=...) with a norm of your own",),
+            )
 
     @property
     def delayed(self) -> bool:
@@ -112,7 +82,7 @@ class _Sites(nn.Module):
             self.register_parameter(f"hc_{prefix}_{part}", nn.Parameter(empty))
 
     def _program(self) -> Program:
-        return build_operation(OPERATIONS["pre"], self.setup.config)
+        return build_operation(OPERATIONS["gated" if self._gated else "pre"], self.setup.config)
 
     def _add_site(self, site: str) -> None:
         program = self._program()
@@ -122,8 +92,9 @@ class _Sites(nn.Module):
         self._reset(site)
 
     def _reset(self, site: str) -> None:
+        initial = initial_gates if self._gated else initial_values
         with torch.no_grad():
-            for part, value in initial_values(self._program()).items():
+            for part, value in initial(self._program()).items():
                 getattr(self, f"hc_{site}_{part}").copy_(value)
             fn, scale = self.part(site, "fn"), self.part(site, "scale")
             if fn is not None and scale is not None:
@@ -163,6 +134,10 @@ class _Sites(nn.Module):
         """fn, scale and base of a site."""
         return self.part(site, "fn"), self.part(site, "scale"), getattr(self, f"hc_{site}_base")
 
+    def gates_of(self, site: str) -> tuple[Tensor, Tensor, Tensor]:
+        """stream_weight, fn and up of a site, or of `head`, whose gates are of elements."""
+        return tuple(getattr(self, f"hc_{site}_{part}") for part in ("stream_weight", "fn", "up"))
+
     def norm_weight(self, site: str) -> Tensor | None:
         """Weight of a site's RMSNorm; None where there is none."""
         module = getattr(self, f"{site}_norm", None)
@@ -178,6 +153,11 @@ class _Sites(nn.Module):
 
     def enter(self, site: str, x: Tensor, pre_prev: Tensor | None = None) -> Made:
         """The pre chain of a site for streams [T, n, H]."""
+        if self._gated:
+            weights = self.gates_of(site)
+            if self.norm:
+                return F.gated_norm(x, *weights, self.norm_weight(site), setup=self.setup)
+            return F.gated(x, *weights, setup=self.setup)
         fn, scale, base = self.of_site(site)
         mixes = self.project(x, fn) if self.gemm and fn is not None else None
         given = None if self.gemm else fn
@@ -199,7 +179,7 @@ class _Sites(nn.Module):
         self, branch: Branch, made: Made, lead: tuple[int, ...], args: Any, kwargs: Any, like: Tensor
     ) -> Any:
         """The branch on z, or y without a norm, as [..., H]; its result as [T, H] in the streams' dtype."""
-        columns = made.z if isinstance(made, F.NormSite) else made.y
+        columns = made.z if isinstance(made, F.NormSite | F.GatedNormSite) else made.y
         f = branch(columns.reshape(*lead, columns.shape[-1]), *args, **kwargs)
         if not isinstance(f, Tensor) or f.shape != (*lead, columns.shape[-1]):
             raise InputError(
@@ -213,12 +193,12 @@ class _Sites(nn.Module):
 
     def site(
         self, site: str, branch: Branch, x: Tensor, pre_prev: Tensor | None, args: Any, kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """A whole site on streams [..., n, H]: the new streams, and its pre gates [T, n]."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """A whole site on streams [..., n, H]: the new streams, and its pre gates [T, n], if it has such."""
         lead, flat = x.shape[:-2], x.reshape(-1, *x.shape[-2:]).contiguous()
         made = self.enter(site, flat, pre_prev)
         f = self.run_branch(branch, made, lead, args, kwargs, flat)
-        return self.leave(flat, f, made).reshape(x.shape), made.pre
+        return self.leave(flat, f, made).reshape(x.shape), getattr(made, "pre", None)
 
     def extra_repr(self) -> str:
         """Model, streams and width."""
@@ -357,7 +337,7 @@ class HyperConnectionStack(_Sites):
                 hints=("leave gemm or boundary out",),
             )
         config = topology.config()
-        keys = ("streams", "hidden", "iters", "rms_eps", "hc_eps", "norm_eps")
+        keys = ("streams", "hidden", "iters", "rank", "rms_eps", "hc_eps", "norm_eps")
         setup = Setup(config.model, **{key: getattr(config, key) for key in keys}, dtype=dtype, **setup_options)
         super().__init__(setup, norm=norm, gemm=gemm, device=device)
         self.topology = topology
@@ -366,8 +346,9 @@ class HyperConnectionStack(_Sites):
             HyperLayer(attn, ffn, setup, norm=norm, gemm=gemm, device=device) for attn, ffn in branches
         )
         if topology.exit == "head":
-            n, hidden = topology.streams, topology.hidden
-            self._add("head", {"fn": (n, n * hidden), "base": (n,), "scale": (1,)})
+            n, rank, columns = topology.streams, setup.config.rank, topology.streams * topology.hidden
+            gated = {"stream_weight": (columns,), "fn": (rank, columns), "up": (rank, columns)}
+            self._add("head", gated if self._gated else {"fn": (n, columns), "base": (n,), "scale": (1,)})
             self._reset_head()
 
     @classmethod
@@ -398,6 +379,10 @@ class HyperConnectionStack(_Sites):
     def _reset_head(self) -> None:
         with torch.no_grad():
             self.hc_head_fn.normal_(0.0, INITIAL_FN)
+            if self._gated:
+                self.hc_head_stream_weight.zero_()
+                self.hc_head_up.zero_()
+                return
             self.hc_head_base.fill_(-math.log(n - 1) if (n := self.topology.streams) > 1 else -FAR)
             self.hc_head_scale.fill_(INITIAL_SCALE)
 
@@ -410,7 +395,7 @@ class HyperConnectionStack(_Sites):
 
     def stream_dtype(self) -> torch.dtype:
         """The streams' dtype; float64 where the parameters are."""
-        first = self.layers[0].hc_attn_base.dtype
+        first = next(self.layers[0].parameters(recurse=False)).dtype
         return torch.float64 if first == torch.float64 else DTYPES[self.setup.config.dtype]
 
     def forward(self, embeddings: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -429,9 +414,9 @@ class HyperConnectionStack(_Sites):
             extra = (args, kwargs) if site == "attn" else ((), {})
             f = layer.run_branch(getattr(layer, site), made, lead, *extra, like=x)
             if index + 1 == len(places):
-                return self.exit(layer.leave(x, f, made), made.pre).reshape(*lead, -1)
+                return self.exit(layer.leave(x, f, made), getattr(made, "pre", None)).reshape(*lead, -1)
             following, next_site = places[index + 1]
-            pre_prev = made.pre if self.delayed else None
+            pre_prev = getattr(made, "pre", None) if self.delayed else None
             if self.boundary:
                 x, made = self._cross(following, next_site, x, f, made, pre_prev)
             else:
@@ -442,8 +427,15 @@ class HyperConnectionStack(_Sites):
     def _cross(
         self, following: HyperLayer, site: str, x: Tensor, f: Tensor, made: Made, pre_prev: Tensor | None
     ) -> tuple[Tensor, Made]:
-        fn, scale, base = following.of_site(site)
         old = (x, f, made.post, made.comb)
+        if self._gated:
+            weights = following.gates_of(site)
+            if self.norm:
+                g = F.gated_boundary_norm(*old, *weights, following.norm_weight(site), setup=self.setup)
+                return g.x_next, F.GatedNormSite(g.z, g.y, g.post_next, g.comb_next)
+            h = F.gated_boundary(*old, *weights, setup=self.setup)
+            return h.x_next, F.GatedSite(h.y, h.post_next, h.comb_next)
+        fn, scale, base = following.of_site(site)
         options: dict[str, Any] = {
             "setup": self.setup,
             "comb_logits": following.part(site, "comb_logits"),
@@ -455,15 +447,17 @@ class HyperConnectionStack(_Sites):
         c = F.boundary(*old, fn, scale, base, **options)
         return c.x_next, F.Site(c.y, c.pre_next, c.post_next, c.comb_next)
 
-    def exit(self, x: Tensor, pre: Tensor) -> Tensor:
+    def exit(self, x: Tensor, pre: Tensor | None) -> Tensor:
         """y [T, H] of the last streams [T, n, H]: gated head, mean, sum, or a collapse by the last site's gates."""
         how = self.topology.exit
         if how == "mean":
             return F.mean(x, setup=self.setup)
         if how == "sum":
             return F.sum(x, setup=self.setup)
-        if how == "pre":
+        if how == "pre" and pre is not None:
             return F.collapse(x, pre, setup=self.setup)
+        if self._gated:
+            return F.gated_head(x, *self.gates_of("head"), setup=self.setup)
         mixes = self.project(x, self.hc_head_fn) if self.gemm else None
         fn = None if self.gemm else self.hc_head_fn
         return F.head(x, fn, self.hc_head_scale, self.hc_head_base, setup=self.setup, mixes=mixes).y

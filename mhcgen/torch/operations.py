@@ -7,6 +7,10 @@ mean     x -> y                                      pre_norm_quant ... -> z, y,
 sum      x -> y                                      finish         pre with the mixes given
 collapse x, pre -> y                                 boundary       post, then pre of the next site
 head     x, fn or mixes, scale, base -> y, pre       boundary_norm  post, then pre_norm of the next site
+
+gated, gated_norm, gated_boundary, gated_boundary_norm, gated_head: those of a model whose gates are of elements, from
+stream_weight, fn or mixes, and up; without pre. They are several launches each: one block a token would read fn and
+up, which are far larger than the streams, through one SM.
 ```
 Names and shapes are those of the Programs (`mhcgen.build`), and an operation is nothing but one: streams are
 token-major, comb is (from_stream, to_stream). Nothing here imports torch.
@@ -18,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from mhcgen.build import Config, build_config, check_config
 from mhcgen.chain import Builder, pre_chain, tail_results
-from mhcgen.errors import InputError
+from mhcgen.errors import InputError, UsageError
 from mhcgen.ir import Program
 from mhcgen.models import model as find_model
 
@@ -33,9 +37,10 @@ class Operation:
             The first has the tokens.
         outputs: results in order, likewise.
         scope: of its Program.
-        fuse: preset that makes it one launch.
+        fuse: preset that makes it one launch; of `gated` ones, what spreads their weights over SMs.
         norm: whether the RMSNorm of y is in it.
         quant: whether the quantisation of z is in it.
+        gated: for models with gates of low rank, for all others where it is not.
     """
 
     name: str
@@ -45,6 +50,7 @@ class Operation:
     fuse: str = "none"
     norm: bool = False
     quant: bool = False
+    gated: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -69,6 +75,7 @@ class Operation:
 
 _GATED = ("x", "fn?", "mixes?", "scale?", "base", "comb_logits?")
 _SITE = ("pre", "post", "comb")
+_LOW_RANK = ("x", "stream_weight", "fn?", "mixes?", "up")
 _POST = ("x", "f", "post", "comb")
 _NEXT = ("pre_next", "post_next", "comb_next")
 
@@ -111,6 +118,34 @@ OPERATIONS: dict[str, Operation] = {
         Operation("collapse", ("x", "pre"), ("y",), "collapse"),
         Operation("mean", ("x",), ("y",), "mean"),
         Operation("sum", ("x",), ("y",), "sum"),
+        Operation("gated", _LOW_RANK, ("y", "post", "comb"), "pre", "seed", gated=True),
+        Operation(
+            "gated_norm",
+            (*_LOW_RANK, "norm_weight?"),
+            ("z", "y", "post", "comb"),
+            "pre",
+            "seed",
+            norm=True,
+            gated=True,
+        ),
+        Operation(
+            "gated_boundary",
+            (*_POST, "stream_weight", "fn", "up"),
+            ("x_next", "y", "post_next", "comb_next"),
+            "boundary",
+            "seed",
+            gated=True,
+        ),
+        Operation(
+            "gated_boundary_norm",
+            (*_POST, "stream_weight", "fn", "up", "norm_weight?"),
+            ("x_next", "z", "y", "post_next", "comb_next"),
+            "boundary",
+            "seed",
+            norm=True,
+            gated=True,
+        ),
+        Operation("gated_head", _LOW_RANK, ("y",), "head", "none", gated=True),
         Operation("head", ("x", "fn?", "mixes?", "scale", "base"), ("y", "pre"), "head", "pre"),
     )
 }
@@ -128,6 +163,7 @@ def build_operation(operation: Operation, config: Config, *, external: bool = Fa
     Raises:
         UsageError: of `mhcgen.build`.
     """
+    _fits(operation, config)
     config = replace(
         config,
         scope="pre" if operation.scope == "collapse" else operation.scope,
@@ -145,6 +181,25 @@ def build_operation(operation: Operation, config: Config, *, external: bool = Fa
         pre_chain(b, pre_prev="")
         return b.finish(("pre", "post", "comb", "y", *tail_results(config)))
     return build_config(config)
+
+
+#: Scopes whose Programs hold gates.
+_WITH_GATES = ("pre", "boundary", "head", "collapse")
+
+
+def _fits(operation: Operation, config: Config) -> None:
+    gated = find_model(config.model).rank > 0
+    if operation.scope in _WITH_GATES and operation.gated != gated:
+        wanted = [
+            name for name, other in OPERATIONS.items() if other.gated == gated and other.scope == operation.scope
+        ]
+        raise UsageError(
+            "U-MODEL",
+            f"{operation.name} is not for model {config.model}, whose gates are "
+            + ("of elements and made at low rank" if gated else "one a stream"),
+            where="setup",
+            hints=(f"use {' or '.join(wanted)}" if wanted else "a trunk of this model ends by gated_head or mean",),
+        )
 
 
 def program_of(operation: Operation, config: Config, given: frozenset[str]) -> Program:

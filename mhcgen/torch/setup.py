@@ -26,7 +26,7 @@ class Setup:
         model: a key of `mhcgen.models.MODELS`.
         fuse: `auto` (each operation is one launch), `none` (one launch a stage) or `seed`. Never changes a bit.
         schedule: further options of `mhcgen.compile` (placement, sync, threads, cluster, regime, ...), likewise.
-        options: fields of `mhcgen.Config`: streams, hidden, iters, rms_eps, hc_eps, norm_eps, dtype, functions,
+        options: fields of `mhcgen.Config`: streams, hidden, iters, rank, rms_eps, hc_eps, norm_eps, dtype, functions,
             sumsq, projection, early_stop, quant, quant_pow2. What an operation decides (scope, norm) is not among
             them.
 
@@ -62,6 +62,7 @@ class Setup:
             field.name: getattr(self.config, field.name)
             for field in fields(Config)
             if field.name not in OPERATIONS_OWN and getattr(self.config, field.name) is not False
+            and (field.name != "rank" or self.config.rank)
         }
         self.text = json.dumps({**chosen, "fuse": fuse, "schedule": self.schedule}, separators=(",", ":"))
 

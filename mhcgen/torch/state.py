@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from mhcgen.errors import InputTypeError, UsageError
+from mhcgen.models import model as find_model
 from mhcgen.torch.cpu import as_numpy
 from mhcgen.torch.modules import HyperConnection, HyperConnectionStack, HyperLayer
 from mhcgen.trunk import SITES
@@ -77,6 +78,13 @@ def load_public_state_dict(
         InputError: `I-SPELLING`, `I-TENSOR`, `I-FILE`.
         InputTypeError: `I-DTYPE`, neither fp32 nor bf16 (bf16 is widened, which is exact).
     """
+    if find_model(module.setup.config.model).rank:
+        raise UsageError(
+            "U-MODEL",
+            f"no public spelling of the parameters of model {module.setup.config.model} is read",
+            where="module",
+            hints=("load_state_dict takes the module's own names",),
+        )
     weights = StateDict(source) if isinstance(source, Mapping) else source
     weights = weights if isinstance(weights, WeightFile) else WeightFile(weights)
     spelling = find_spelling(weights)

@@ -130,6 +130,9 @@ def test_parameter_shapes_follow_from_the_model(model: Model) -> None:
     n = min(model.legal_streams(4)[-1], 4)
     program = mhcgen.build(model.name, streams=n, hidden=8, projection="fma")
     shapes = {t.name: program.shape(t.name, 1) for t in program.of_role("parameter")}
+    if model.rank:
+        assert shapes == {"stream_weight": (n * 8,), "fn": (1 + n, n * 8), "up": (1, n * 8)}
+        return
     if model.static == "all":
         assert shapes == {"base": (model.mixes(n),)}
         return
@@ -145,6 +148,7 @@ def test_mix_counts() -> None:
     assert counts["kromhc"] == 4 + 4 + 4
     assert counts["ihc"] == 8 and counts["dhc"] == counts["circulant-hc"] == 12
     assert counts["static-mhc"] == 8
+    assert MODELS["gated-residual"].mixes(4, MODELS["gated-residual"].rank_at(2560)) == 320 + 4
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=list(MODELS))
@@ -175,6 +179,9 @@ def test_options_without_a_meaning_are_refused(model: Model) -> None:
     if not model.uses_hc_eps:
         with pytest.raises(UsageError, match="has no hc_eps"):
             mhcgen.build(model.name, streams=n, hidden=8, hc_eps=1e-3)
+    if not model.rank:
+        with pytest.raises(UsageError, match="no gates of low rank"):
+            mhcgen.build(model.name, streams=n, hidden=8, rank=2)
     if not model.iterated:
         with pytest.raises(UsageError, match="without iterations"):
             mhcgen.build(model.name, streams=n, hidden=8, iters=5)
@@ -301,6 +308,61 @@ def test_plain_hyper_connections_by_their_own_formula() -> None:
         assert np.isclose(made["pre"][t, j], alpha[0] * scale[0] + base[j])
         assert np.isclose(made["post"][t, j], alpha[1] * scale[1] + base[3 + j])
         assert np.allclose(made["comb"][t, j], alpha[2:] * scale[2] + base[6 + 3 * j : 9 + 3 * j])
+
+
+def test_the_gated_residual_by_its_own_formula() -> None:
+    """As the published module has it: down, silu, up and sigmoid of the flat normed streams, element by element."""
+    n, hidden, rank = 3, 6, 2
+    program = mhcgen.build("gated-residual", streams=n, hidden=hidden, rank=rank, projection="fma", scope="site")
+    given = {name: array.astype(np.float64) for name, array in factories.inputs(program, 2).items()}
+    made = reference.run(program, given, {"branch": lambda z: 0.5 * z})
+    down, inject = given["fn"][:rank], given["fn"][rank:]
+    for t in range(2):
+        z = given["x"][t] / np.sqrt(np.mean(given["x"][t] ** 2, axis=1, keepdims=True) + 1e-6)
+        flat = z.reshape(-1) * (1.0 + given["stream_weight"])
+        low = down @ flat / n
+        low = low / (1.0 + np.exp(-low))
+        gate = 1.0 / (1.0 + np.exp(-(given["up"].T @ low)))
+        y = np.mean((gate * flat).reshape(n, hidden), axis=0)
+        post = 2.0 / (1.0 + np.exp(-(inject @ flat) / n))
+        assert np.allclose(made["y"][t], y) and np.allclose(made["post"][t], post)
+        assert np.allclose(made["x_next"][t], given["x"][t] + post[:, None] * y / 2)
+
+
+def test_the_head_of_the_gated_residual_is_its_mixer_without_post() -> None:
+    options: dict[str, Any] = {"streams": 3, "hidden": 6, "rank": 2, "projection": "fma"}
+    head, site = (mhcgen.build("gated-residual", scope=scope, **options) for scope in ("head", "pre"))
+    assert head.stage("gates").kind == "head_low_rank_gates" and head.shape("fn", 1) == (2, 18)
+    given = factories.inputs(site, 2)
+    narrow = {**given, "fn": np.ascontiguousarray(given["fn"][:2])}
+    for fuse in ("none", "pre"):
+        whole = mhcgen.compile(site, fuse).load("host")(**given)["y"]
+        assert np.array_equal(mhcgen.compile(head, fuse).load("host")(**narrow)["y"], whole)
+
+
+def test_what_the_gated_residual_does_not_have() -> None:
+    program = mhcgen.build("gated-residual", hidden=1024, projection="fma")
+    with pytest.raises(RefusedError) as caught:
+        mhcgen.compile(program, "pre", cluster=4)
+    assert caught.value.code == "P-CLUSTER" and "gates of every element" in caught.value.message
+    assert any("gates of every element" in str(entry) for entry in mhcgen.compile(program, "pre").log)
+    assert not any("gates of every element" in str(entry) for entry in mhcgen.compile(program).log)
+    with pytest.raises(RefusedError, match="F-ESCAPE"):
+        mhcgen.compile(program, "norm_streams+collapse")
+    with pytest.raises(RefusedError, match="L-SHARED"):
+        mhcgen.compile(mhcgen.build("gated-residual", hidden=1024, rank=4096, projection="fma"), "pre")
+    boundary = mhcgen.build("gated-residual", hidden=64, projection="fma", scope="boundary")
+    with pytest.raises(RefusedError, match="F-ESCAPE"):
+        mhcgen.compile(boundary, "delayed")
+
+
+def test_the_default_rank_is_an_eighth_of_the_width_up_to_the_published_one() -> None:
+    ranks = {hidden: mhcgen.configure("gated-residual", hidden=hidden).rank for hidden in (1, 7, 64, 2560, 7168)}
+    assert ranks == {1: 1, 7: 1, 64: 8, 2560: 320, 7168: 320}
+    assert mhcgen.configure("gated-residual", hidden=64, rank=99).rank == 99
+    for rank in (0, 4097, 1.5):
+        with pytest.raises(UsageError, match="rank must be an integer from 1 to 4096"):
+            mhcgen.configure("gated-residual", rank=rank)
 
 
 @pytest.mark.parametrize(
