@@ -33,7 +33,7 @@ from mhcgen.errors import InputError, LaunchError, UsageError
 from mhcgen.models import model as find_model
 from mhcgen.plan import Plan
 from mhcgen.runtime import Module
-from mhcgen.topology import Topology, read_topology
+from mhcgen.topology import Topology, hyper_topology
 from mhcgen.trunk import site_names
 from mhcgen.warm_up import WarmUp, warm
 from mhcgen.weights import WeightFile, trunk_parameters
@@ -153,20 +153,12 @@ class HyperConnections:
     def from_config(
         cls, path: str | Path, *, model: str | None = None, exit: str | None = None, **options: Any
     ) -> HyperConnections:
-        """From a model configuration; arguments as in `read_topology` and the constructor.
+        """From a model configuration; arguments as in `mhcgen.topology.read_topology` and the constructor.
 
         Raises:
             InputError: `I-CONFIG`, `I-TRUNK`; `I-SERIAL` where the trunk has plain residuals.
         """
-        topology = read_topology(path, model=model, exit=exit)
-        if topology is None:
-            raise InputError(
-                "I-SERIAL",
-                "this trunk has plain residuals: there are no hyper-connections here",
-                where=str(path),
-                hints=("mhcgen.topology.read_topology gives None for such a trunk",),
-            )
-        return cls(topology, **options)
+        return cls(hyper_topology(path, model=model, exit=exit), **options)
 
     def _plans(self) -> dict[str, Plan]:
         """arm -> its Plan."""

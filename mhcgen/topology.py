@@ -130,6 +130,23 @@ def read_topology(path: str | Path, *, model: str | None = None, exit: str | Non
     return topology_of(table, str(file), own=own, model=model, exit=exit)
 
 
+def hyper_topology(path: str | Path, *, model: str | None = None, exit: str | None = None) -> Topology:
+    """As `read_topology`, for who can do nothing with plain residuals.
+
+    Raises:
+        InputError: `I-SERIAL` where the trunk has them, and those of `read_topology`.
+    """
+    topology = read_topology(path, model=model, exit=exit)
+    if topology is None:
+        raise InputError(
+            "I-SERIAL",
+            "this trunk has plain residuals: there are no hyper-connections here",
+            where=str(path),
+            hints=("mhcgen.topology.read_topology gives None for such a trunk",),
+        )
+    return topology
+
+
 def topology_of(
     table: Mapping[str, Any],
     where: str = "configuration",

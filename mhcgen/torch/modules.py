@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from mhcgen.errors import InputError, UsageError
 from mhcgen.ir import Program
 from mhcgen.models import model as find_model
-from mhcgen.topology import Topology, read_topology
+from mhcgen.topology import Topology, hyper_topology
 from mhcgen.torch import functions as F
 from mhcgen.torch.eager import project_streams
 from mhcgen.torch.initial import FAR, INITIAL_FN, INITIAL_SCALE, initial_gates, initial_values
@@ -366,15 +366,7 @@ class HyperConnectionStack(_Sites):
         Raises:
             InputError: `I-CONFIG`, `I-TRUNK`; `I-SERIAL` where the trunk has plain residuals.
         """
-        topology = read_topology(path, model=model, exit=exit)
-        if topology is None:
-            raise InputError(
-                "I-SERIAL",
-                "this trunk has plain residuals: there are no hyper-connections here",
-                where=str(path),
-                hints=("mhcgen.topology.read_topology gives None for such a trunk",),
-            )
-        return cls(branches, topology, **options)
+        return cls(branches, hyper_topology(path, model=model, exit=exit), **options)
 
     def _reset_head(self) -> None:
         with torch.no_grad():
