@@ -2,7 +2,7 @@
 
     python examples/first_steps.py
 
-Needs a C++ compiler (`pip install 'mhcgen[zig]'` brings one), no GPU; takes some seconds, for the compiler.
+Needs a C++ compiler (the extra `zig` brings one), no GPU; takes some seconds, for the compiler.
 """
 
 from __future__ import annotations

@@ -24,9 +24,6 @@ WORKING_REGISTERS = 44
 #: Floats of one chunk a streaming thread holds at once (n streams of `chunk` columns).
 CHUNK_FLOATS = 64
 DEFAULT_WARPS = 8
-#: Blocks that keep an SM busy while one waits, where tokens are many: what the streaming form puts on it, with
-#: DEFAULT_WARPS warps of 64 registers a thread.
-PREFILL_BLOCKS = 4
 #: Small blocks where a token's columns may be shared: at one token, more SMs load at once.
 POINTWISE_WARPS = 2
 #: Longest run of y or z a thread keeps in registers between collapse, norm and quant.
@@ -303,6 +300,16 @@ def _slab_geometry(
     streams = _slab_streams(plan, kernel, stages)
     if options.slab == "global" or not streams:
         return None
+    if options.regime == "prefill" and options.slab == "auto":
+        log.append(
+            Decision(
+                "place",
+                kernel.name,
+                "streams stay in global memory",
+                "for prefill: small blocks keep an SM busy while one of them waits, and read again from the L2",
+            )
+        )
+        return None
     n, hidden = program.dim("n"), program.dim("H")
     kinds = {stage.kind for stage in stages}
     may_own = bool(kinds & set(MIXING)) and ("collapse" in kinds or options.mix_warp == "own")
@@ -336,18 +343,6 @@ def _slab_geometry(
                 "use more threads, or --slab global",
             )
         log.append(Decision("place", kernel.name, "streams stay in global memory", f"the slab needs {fits}"))
-        return None
-    resident = REGISTERS_PER_SM // (32 * (data_warps + extra) * (-(-need // 8) * 8))
-    if options.regime == "prefill" and options.slab == "auto" and resident < PREFILL_BLOCKS:
-        log.append(
-            Decision(
-                "place",
-                kernel.name,
-                "streams stay in global memory",
-                f"for prefill: of blocks with a slab in registers an SM holds {resident}, and it takes "
-                f"{PREFILL_BLOCKS} to keep it busy while one of them waits",
-            )
-        )
         return None
     log.append(Decision("place", ", ".join(streams), "registers of the owning threads", f"it fits: {fits}"))
     if own:
