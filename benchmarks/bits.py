@@ -10,13 +10,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import cupy
 import numpy as np
+from gpu import need_gpu
 
 import mhcgen
 from mhcgen.backends import cuda
 from mhcgen.inputs import make_inputs
 
+cupy = need_gpu()
 Arrays = dict[str, Any]
 out: dict[str, Any] = {"cpu_gpu": [], "batch": [], "large": [], "repeats": [], "dependent": []}
 

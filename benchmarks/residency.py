@@ -2,12 +2,13 @@
 
 import ctypes
 
-import cupy
+from gpu import need_gpu
 
 src = r"""extern "C" __global__ void __launch_bounds__(THREADS, 1) k(float* o) {
   extern __shared__ float s[];
   o[threadIdx.x] = s[threadIdx.x];
 }"""
+cupy = need_gpu()
 cuda = ctypes.CDLL("libcuda.so.1")
 
 
@@ -26,7 +27,6 @@ class Config(ctypes.Structure):
 for threads in (256, 448, 544, 832):
     fn = cupy.RawModule(code=src, options=(f"-DTHREADS={threads}",)).get_function("k")
     handle = ctypes.c_void_p(fn.kernel.ptr)
-    cuda.cuFuncSetAttribute(handle, 13 + 1 - 0, 1) if False else None
     cuda.cuFuncSetAttribute(handle, 14, 1)  # non-portable cluster size allowed
     for shared in (4096, 120 * 1024):
         cuda.cuFuncSetAttribute(handle, 8, 130 * 1024)  # max dynamic shared

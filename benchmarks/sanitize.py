@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 import numpy as np
+from gpu import need_gpu
 
 import mhcgen
 from mhcgen.backends import cuda
@@ -37,6 +38,7 @@ CASES: tuple[tuple[dict[str, Any], str, int], ...] = (
 
 
 def main() -> int:
+    need_gpu()
     bad = ran = 0
     for config, fuse, tokens in CASES:
         program = mhcgen.build(**config)

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from gpu import need_gpu
+
 from mhcgen.bench.bandwidth import measure_bandwidth
 from mhcgen.bench.cases import CASES, case
 from mhcgen.bench.device import Device, Dry, Gpu
@@ -359,6 +361,8 @@ def main() -> int:
     parser.add_argument("--dry", action="store_true", help="no GPU: tiny sizes, a clock that measures nothing")
     parser.add_argument("--section", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if not given.dry:
+        need_gpu()
     given.out.mkdir(parents=True, exist_ok=True)
     if given.section:
         run_section(given.section, given.out, given.dry, given.seconds)

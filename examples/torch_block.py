@@ -137,6 +137,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--compile", action="store_true", help="compile mhcgen's model with torch.compile")
     chosen = parser.parse_args(arguments)
     device = torch.device(chosen.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print("torch has no CUDA device here: --device cpu", file=sys.stderr)
+        return 4
     batches = make_batches(chosen.steps, device)
     curves = {}
     for name in ("mhcgen", "plain torch"):

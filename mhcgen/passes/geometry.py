@@ -133,6 +133,7 @@ def _pointwise(plan: Plan, kernel: Kernel, chunk: int, log: list[LogEntry]) -> K
 
 #: Kinds whose steps exist for clusters (mhcgen.steps.cluster and the lanes of the leader).
 CLUSTER_KINDS = frozenset(("post", "project", "rowsq", "gates", "sinkhorn", "collapse", "norm", "quant"))
+_PROJECTIONS = {"project", "project_streams"}
 #: Most blocks of a cluster; above 8 the launch asks for the non-portable size.
 MAX_CLUSTER = 16
 #: Most tokens a cluster works on at once: one a warp, and their slices fit static shared memory.
@@ -143,6 +144,30 @@ STAGED_BYTES = 44 * 1024
 CLUSTER_REGISTERS = 28
 
 
+def _no_cluster(plan: Plan, kernel: Kernel, kinds: set[str], most: int) -> str:
+    """Why a kernel is none for a cluster, whatever its size; empty if it is one."""
+    options = plan.options
+    if most == 1 or not kinds & _PROJECTIONS:
+        return "only a kernel with a projection uses a cluster"
+    if kinds & {"norm_streams", *LOW_RANK, "gated_mean"}:
+        return "gates of every element have no steps for a cluster, so one block does a token's columns"
+    if other := sorted(kinds - CLUSTER_KINDS):
+        return f"{', '.join(other)}: no steps for a cluster"
+    if not {"rowsq", "gates"} <= kinds:
+        return "the leader of a token needs rowsq and gates in the kernel"
+    if any(t.shape == STREAM_LAST for t in plan.program.tensors):
+        return "the streams lie side by side, and a cluster reads them stream by stream"
+    if not _one_site(plan.kernel_stages(kernel)):
+        return "a cluster works on one site: one stage of each kind, each fed by the one before"
+    if unlike := _unlike(plan.program, plan.kernel_stages(kernel)):
+        return unlike
+    if not parse_arch(options.arch).facts.has_cluster:
+        return f"{options.arch} has no clusters"
+    if options.slab == "registers" or options.sync == "block":
+        return "a slab in one block's registers, or block barriers, were asked for"
+    return ""
+
+
 def _cluster_geometry(plan: Plan, kernel: Kernel, kinds: set[str], chunk: int, log: list[LogEntry]) -> Kernel | None:
     """Geometry with a token's columns over the blocks of a cluster; None where it is not wanted or not possible.
 
@@ -151,27 +176,10 @@ def _cluster_geometry(plan: Plan, kernel: Kernel, kinds: set[str], chunk: int, l
     options, program = plan.options, plan.program
     most = MAX_CLUSTER if options.cluster is None else options.cluster
     wanted = options.cluster is not None and options.cluster > 1
-    reason = ""
-    if gated := kinds & {"norm_streams", *LOW_RANK, "gated_mean"}:
-        reason = "gates of every element have no steps for a cluster, so one block does a token's columns"
-    elif most == 1 or "project" not in kinds or not kinds <= CLUSTER_KINDS:
-        reason = "only a kernel with a projection uses a cluster"
-    elif not {"rowsq", "gates"} <= kinds:
-        reason = "the leader of a token needs rowsq and gates in the kernel"
-    elif any(t.shape == STREAM_LAST for t in program.tensors):
-        reason = "the streams lie side by side, and a cluster reads them stream by stream"
-    elif not _one_site(plan.kernel_stages(kernel)):
-        reason = "a cluster works on one site: one stage of each kind, each fed by the one before"
-    elif unlike := _unlike(program, plan.kernel_stages(kernel)):
-        reason = unlike
-    elif not parse_arch(options.arch).facts.has_cluster:
-        reason = f"{options.arch} has no clusters"
-    elif options.slab == "registers" or options.sync == "block":
-        reason = "a slab in one block's registers, or block barriers, were asked for"
-    if reason:
+    if reason := _no_cluster(plan, kernel, kinds, most):
         if wanted:
             raise refuse("place", "P-CLUSTER", kernel.name, reason, "leave --cluster out")
-        if gated and "project" in kinds:
+        if most > 1 and kinds & _PROJECTIONS and not kinds <= CLUSTER_KINDS:
             log.append(Decision("place", kernel.name, "no cluster", reason))
         return None
     n, hidden = program.dim("n"), program.dim("H")
@@ -183,13 +191,13 @@ def _cluster_geometry(plan: Plan, kernel: Kernel, kinds: set[str], chunk: int, l
     group = max((s.attr("group") for s in plan.kernel_stages(kernel) if s.kind == "quant"), default=1)
     if blocks == 1 or fit is None or group > 32 * run:
         if wanted:
-            raise refuse(
-                "place",
-                "P-CLUSTER",
-                kernel.name,
-                f"{run} columns a lane do not fit the registers, or the columns need one block only",
-                "leave --cluster out",
-            )
+            if blocks == 1:
+                reason = f"one block of 32 lanes has all {hidden} columns, {run} a lane"
+            elif fit is None:
+                reason = f"{run} columns a lane, as {most} blocks have them, do not fit the registers"
+            else:
+                reason = f"a group of {group} columns is longer than the {32 * run} of a block"
+            raise refuse("place", "P-CLUSTER", kernel.name, reason, "ask for more blocks, or leave --cluster out")
         return None
     warps, rows = fit
     itemsize = ITEMSIZE[next(t.dtype for t in program.tensors if t.shape == ("T", "n", "H"))]
@@ -346,12 +354,11 @@ def _slab_geometry(
         return None
     log.append(Decision("place", ", ".join(streams), "registers of the owning threads", f"it fits: {fits}"))
     if own:
+        matrix = next((stage.name for stage in stages if stage.kind in COMB_STAGES), "")
+        why = f"the graph has no path from {matrix} to collapse, so both run at once"
         log.append(
             Decision(
-                "place",
-                kernel.name,
-                "a warp of its own for the mixes",
-                "the graph has no path from sinkhorn to collapse, so both run at once",
+                "place", kernel.name, "a warp of its own for the mixes", why if matrix else "no column waits for it"
             )
         )
     return replace(

@@ -190,7 +190,7 @@ def _no_matrix(plan: Plan, stages: tuple[Stage, ...]) -> str:
     n = plan.program.dim("n")
     for stage in stages:
         if stage.kind in COMB_STAGES and isinstance(comb_program(stage, n), DirectMap):
-            return f"comb {stage.attr('comb')} has one logit for something else"
+            return f"comb {stage.attr('comb')} is made element by element, of other logits or of none"
         if stage.kind == "gates":
             logits = dict(stage.results).get("logits")
             if logits is None or plan.program.shape(logits, 1)[-1] != n * n:

@@ -19,6 +19,7 @@ from dataclasses import replace
 from mhcgen.hazards import STRENGTH, walk_hazards, with_reasons
 from mhcgen.log import Decision, LogEntry
 from mhcgen.plan import Kernel, Plan
+from mhcgen.stages import MIXES
 
 
 def sync(plan: Plan) -> Plan:
@@ -49,7 +50,10 @@ def _explain(plan: Plan, kernel: Kernel) -> list[LogEntry]:
     n = plan.program.dim("n")
     mixes = dict(plan.program.dims).get("R", (2 + n) * n)
     count = f"({2 + n}) * {n} = {mixes} mixes" if mixes == (2 + n) * n else f"{mixes} mixes"
-    if any(p.layout == "shared" for p in kernel.places):
+    touched = {name for stage in plan.kernel_stages(kernel) for name in (*stage.reads, *stage.writes)}
+    if any(p.layout == "shared" for p in kernel.places) and any(
+        plan.program.tensor(name).shape == MIXES for name in touched
+    ):
         rounds = -(-mixes // 32)
         entries.append(
             Decision(

@@ -8,27 +8,42 @@ import subprocess
 import sys
 import time
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mhcgen.runtime import cuda_usable
+
 SCRIPT = Path(__file__).parent.parent.parent / "benchmarks" / "session.py"
 
 
 @pytest.fixture(scope="module")
-def session() -> types.ModuleType:
+def session() -> Iterator[types.ModuleType]:
+    sys.path.insert(0, str(SCRIPT.parent))  # as for a script that is started
     spec = importlib.util.spec_from_file_location("session", SCRIPT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["session"] = module
     spec.loader.exec_module(module)
-    return module
+    yield module
+    sys.path.remove(str(SCRIPT.parent))
 
 
 def run(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPT), str(out), "--dry", *words]
     return subprocess.run(command, capture_output=True, text=True, cwd=SCRIPT.parent.parent)
+
+
+@pytest.mark.skipif(cuda_usable(), reason="there is a GPU here")
+@pytest.mark.parametrize("name", ["bits", "residency", "sanitize", "session"])
+def test_a_script_that_needs_a_gpu_says_so_in_one_error(name: str, tmp_path: Path) -> None:
+    script = [sys.executable, str(SCRIPT.with_name(f"{name}.py")), str(tmp_path / "out")]
+    done = subprocess.run(script, capture_output=True, text=True, cwd=SCRIPT.parent.parent)
+    assert done.returncode == 4
+    assert done.stderr.startswith("error[E-") and "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
