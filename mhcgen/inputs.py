@@ -357,24 +357,27 @@ def discriminating(program: Program, tokens: int, name: str) -> Inputs | None:
 
 # --- poison -----------------------------------------------------------------------------------------------
 
-#: Fill byte by dtype. 0xFF throughout is a NaN in each float format, and one that no arithmetic makes
-#: (results are NaNs with zero low bits). 0x80 is -128 in int8, outside the symmetric range of q8, and
-#: negative in int32.
-_POISON: dict[str, int] = {"int8": 0x80, "int32": 0x80}
-_POISON_FLOAT = 0xFF
+#: Bytes an output is filled with, by dtype. As 16-bit words those of floats are 0xfffd, a NaN in bf16 and fp16, and
+#: two of them one in fp32: not the NaN that arithmetic makes, 0x7fff.. on a GPU and 0xffff.. negated. 0x80 is -128 in
+#: int8, outside the symmetric range of q8, and negative in int32; 0xff is a NaN in fp8.
+_POISON: dict[str, bytes] = {"int8": b"\x80", "int32": b"\x80", "fp8_e4m3": b"\xff"}
+_POISON_FLOAT = b"\xfd\xff"
 
 
 def poison(shape: tuple[int, ...], dtype: str) -> AnyArray:
     """An output array filled with bytes no stage writes; dtype is a Program's."""
-    size = int(np.prod(shape, dtype=np.int64)) * _NUMPY[dtype].itemsize
-    filled = np.full(size, _POISON.get(dtype, _POISON_FLOAT), dtype=np.uint8)
-    return filled.view(_NUMPY[dtype]).reshape(shape)
+    return np.tile(_poison_of(dtype), int(np.prod(shape, dtype=np.int64))).view(_NUMPY[dtype]).reshape(shape)
+
+
+def _poison_of(dtype: str) -> npt.NDArray[np.uint8]:
+    """The bytes of one element."""
+    fill = np.frombuffer(_POISON.get(dtype, _POISON_FLOAT), np.uint8)
+    return np.resize(fill, _NUMPY[dtype].itemsize)
 
 
 def poisoned_mask(array: AnyArray) -> npt.NDArray[np.bool_]:
     """Where an array still holds the bytes of `poison`; same shape as the array."""
     names = {dtype: name for name, dtype in _NUMPY.items()}
-    fill = _POISON.get(names[array.dtype], _POISON_FLOAT)
     contiguous = np.ascontiguousarray(array)
     raw = contiguous.reshape(-1).view(np.uint8).reshape(*array.shape, array.dtype.itemsize)
-    return np.asarray(np.all(raw == fill, axis=-1), dtype=np.bool_)
+    return np.asarray(np.all(raw == _poison_of(names[array.dtype]), axis=-1), dtype=np.bool_)

@@ -309,6 +309,8 @@ def test_poison_is_a_nan_but_no_computed_nan(dtype: str) -> None:
         computed = computed - computed
     assert not poisoned_mask(computed).any()
     assert not poisoned_mask(np.array([np.nan, -np.nan], numpy_dtype(dtype))).any()
+    ones = np.full(2 * numpy_dtype(dtype).itemsize, 0xFF, np.uint8)  # a GPU's NaN, negated
+    assert not poisoned_mask(ones.view(numpy_dtype(dtype))).any()
 
 
 def test_integer_poison_is_no_result() -> None:

@@ -191,7 +191,7 @@ def poison(outcomes: Outcomes, again: Outcomes) -> Verdict:
 
     Args:
         outcomes: runs under the first poison.
-        again: runs of some of the same jobs under the second.
+        again: runs under the second of some of the same jobs, of every `doubtful` one among them.
     """
     second = {job: outcome for job, outcome in again}
     wrong: dict[str, int] = {}
@@ -217,6 +217,11 @@ def poison(outcomes: Outcomes, again: Outcomes) -> Verdict:
             if lost and not detail:
                 detail = f"{launch.kernel} left bytes unwritten on {job}: {lost}"
     return Verdict("poison", not detail, (*wrong.items(), ("elements", seen)), detail)
+
+
+def doubtful(outcome: Outcome) -> bool:
+    """Whether a result holds the bytes it was filled with: unwritten, or written with just those."""
+    return any(bool(_holds(array, outcome.fill).any()) for array in outcome.results.values())
 
 
 def _holds(array: Array, fill: int) -> Array:

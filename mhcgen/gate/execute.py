@@ -27,8 +27,8 @@ from mhcgen.stages import STREAM_LAST
 Array = npt.NDArray[Any]
 Arrays = dict[str, Array]
 
-#: Fill bytes of output arrays. The first is a NaN in every float that no arithmetic makes, the second a small
-#: negative number; a byte that survives under both was never written.
+#: Fill bytes of output arrays. The first is a NaN in every float, and one that arithmetic seldom makes (a GPU's NaN,
+#: negated), the second a small negative number; a byte that survives under both was never written.
 POISONS = (0xFF, 0xA5)
 
 #: Optimisation of what runs a few times only: faults compile three times as fast, and the level changes no bit.

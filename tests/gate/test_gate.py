@@ -49,6 +49,13 @@ def test_correct_emissions_pass(config: dict[str, Any], fuse: str) -> None:
     assert report.error is None
 
 
+def test_a_result_that_is_the_poison_itself_is_not_unwritten() -> None:
+    """The log domain negates the largest potential: of a NaN, as a GPU makes it, that is all ones, the first poison."""
+    config = {"model": "transformer-engine", "streams": 8, "hidden": 7}
+    report = gate(config, options={"placement": "shared"}, inputs=("uniform", "D15"))
+    assert not failures(report)
+
+
 def test_every_arm_passes() -> None:
     report = gate(arms="all", tokens=(1, 4))
     assert not failures(report)
