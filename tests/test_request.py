@@ -210,6 +210,10 @@ def test_a_model_s_own_configuration_is_read(tmp_path: Path) -> None:
     )
     config = asked(["--config", str(path), "--fuse", "pre"]).config
     assert (config.hidden, config.iters, config.rms_eps, config.layers) == (512, 7, 1e-5, 2)
+    with pytest.raises(UsageError) as caught:
+        asked(["--config", str(path), "--model", "plain-hc"])
+    assert caught.value.code == "U-ITERS"
+    assert caught.value.notes[-1] == f"iters = 7 is from {path}", "nobody gave --iters"
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,8 @@ SHARED: tuple[inspect.Parameter, ...] = (
     _shared("model", str, "--model", "NAME", "Its constants are the defaults of what follows. Default deepseek-v4."),
     _shared(
         "config", Path, "--config", "F.json|toml",
-        "A file with these options as keys (streams, rms_eps, fuse, ...). What is given beside it wins.",
+        "A file with these options as keys (streams, rms_eps, fuse, ...), or a model's own config.json. "
+        "What is given beside it wins.",
     ),
     _shared("streams", int, "--streams", "N", "Residual streams n, 1 to 16."),
     _shared("hidden", int, "--hidden", "H", "Hidden size H."),
@@ -231,7 +232,13 @@ def asked_of(given: dict[str, Any]) -> Asked:
     for name in [name for name in _READERS if name in chosen]:
         chosen[name] = _READERS[name](f"--{name.replace('_', '-')}", chosen[name])
     from_file = {} if path is None else read_config(path)
-    config, options = request(**{**from_file, **chosen})
+    try:
+        config, options = request(**{**from_file, **chosen})
+    except UsageError as error:
+        name = error.where.lstrip("-").replace("-", "_")
+        if name in from_file and name not in chosen:
+            error.notes = (*error.notes, f"{name} = {from_file[name]!r} is from {path}")
+        raise
     asked = Asked(config, options, (*names, *(() if path is None else ("config",))))
     if not tuned:
         return asked

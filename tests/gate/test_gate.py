@@ -50,7 +50,7 @@ def test_correct_emissions_pass(config: dict[str, Any], fuse: str) -> None:
 
 
 def test_a_result_that_is_the_poison_itself_is_not_unwritten() -> None:
-    """The log domain negates the largest potential: of a NaN, as a GPU makes it, that is all ones, the first poison."""
+    """The log domain negates the largest potential: a NaN as a GPU makes it becomes all ones, the first poison."""
     config = {"model": "transformer-engine", "streams": 8, "hidden": 7}
     report = gate(config, options={"placement": "shared"}, inputs=("uniform", "D15"))
     assert not failures(report)

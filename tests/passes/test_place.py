@@ -198,6 +198,30 @@ def test_clusters_that_no_gpu_has_are_refused(fuse: str, cluster: Any) -> None:
     assert "1 to 16" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("config", "cluster", "why"),
+    [
+        ({"projection": "external"}, 2, "only a kernel with a projection uses a cluster"),
+        ({"model": "kromhc"}, 2, "comb: no steps for a cluster"),
+        ({"model": "plain-hc"}, 2, "comb, project_streams, rowsq_streams: no steps for a cluster"),
+        ({"hidden": 64}, 2, "one block of 32 lanes has all 64 columns, 8 a lane"),
+        ({"hidden": 65536}, 2, "1024 columns a lane, as 2 blocks have them, do not fit the registers"),
+        ({"model": "transformer-engine"}, 2, "the streams lie side by side"),
+    ],
+)
+def test_why_a_kernel_has_no_cluster(config: dict[str, Any], cluster: int, why: str) -> None:
+    made = mhcgen.build(**{"hidden": 4096, "projection": "fma", **config})
+    with pytest.raises(RefusedError) as caught:
+        mhcgen.compile(made, "pre", cluster=cluster)
+    assert caught.value.code == "P-CLUSTER" and why in str(caught.value)
+
+
+@pytest.mark.parametrize("model", ["kromhc", "plain-hc"])
+def test_the_stage_that_runs_beside_the_collapse_is_named(model: str) -> None:
+    log = "\n".join(map(str, mhcgen.compile(mhcgen.build(model, hidden=4096), "pre").log))
+    assert "no path from comb to collapse" in log and "sinkhorn" not in log
+
+
 @pytest.mark.parametrize("placement", ["shared", "row", "element", "registers"])
 def test_placing_twice_changes_nothing(placement: str) -> None:
     made = mhcgen.build(hidden=264, norm=True, quant="q8", projection="fma")
