@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mhcgen.errors import InputError, InputTypeError, UsageError
+from mhcgen.errors import InputError, InputTypeError
 from mhcgen.ir import Stage, Tensor
 from mhcgen.lower import signature, tensors_of
 from mhcgen.passes.fuse import OPAQUE_KINDS
@@ -21,6 +21,7 @@ from mhcgen.runners import CudaRunner as CudaRunner
 from mhcgen.runners import HostRunner as HostRunner
 from mhcgen.runners import Runner as Runner
 from mhcgen.runners import cuda_usable as cuda_usable
+from mhcgen.values import member
 
 if TYPE_CHECKING:
     from mhcgen.classes import ClassModule
@@ -356,18 +357,12 @@ def load(plan: Plan, backend: str = "auto", **options: Any) -> Module:
         UsageError: `U-BACKEND`.
         EnvironmentFault: no compiler, no GPU.
     """
+    member("backend", backend, ("auto", "host", "cuda"), "U-BACKEND")
     if backend == "auto":
         backend = "cuda" if cuda_usable() else "host"
     if backend == "host":
         return Module(plan, HostRunner(plan, **options))
-    if backend == "cuda":
-        return Module(plan, CudaRunner(plan, **options))
-    raise UsageError(
-        "U-BACKEND",
-        f"backend must be auto, host or cuda, got {backend!r}",
-        where="--backend",
-        hints=("choose one of auto, host, cuda",),
-    )
+    return Module(plan, CudaRunner(plan, **options))
 
 
 def load_classes(program: Program, fuse: str = "none", backend: str = "auto", **options: Any) -> ClassModule:
