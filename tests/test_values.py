@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+import factories
 import numpy as np
 import pytest
 
 import mhcgen
 from mhcgen.build import Config
-from mhcgen.errors import RefusedError, UsageError
+from mhcgen.errors import InputError, InputTypeError, RefusedError, UsageError
+from mhcgen.passes import PIPELINE
 from mhcgen.plan import Options
+from mhcgen.runtime import Module
 
 SMALL: dict[str, Any] = {"streams": 2, "hidden": 8, "iters": 2}
 PROGRAM = mhcgen.build("deepseek-v4", **SMALL)
@@ -83,3 +86,62 @@ def test_what_is_no_backend(value: Any) -> None:
     with pytest.raises(UsageError, match="backend must be one of auto, host, cuda") as caught:
         mhcgen.compile(PROGRAM).load(value)
     assert caught.value.code == "U-BACKEND"
+
+
+@pytest.mark.parametrize("name", [name for name, _ in PIPELINE[:-1]])
+def test_an_unfinished_plan_is_only_looked_at(name: str) -> None:
+    # Without barriers, or without any step, its text would compile, run and leave results unwritten.
+    plan = mhcgen.compile(PROGRAM, "pre", stop_after=name)
+    for use in (lambda: plan.source, lambda: plan.load("host")):
+        with pytest.raises(UsageError, match=f"it stops after {name}") as caught:
+            use()
+        assert caught.value.code == "U-PLAN"
+    assert mhcgen.compile(PROGRAM, "pre", stop_after=PIPELINE[-1][0]).source == mhcgen.compile(PROGRAM, "pre").source
+
+
+@pytest.fixture(scope="module")
+def module() -> Module:
+    return mhcgen.compile(PROGRAM, "pre").load("host")
+
+
+INPUTS = factories.inputs(PROGRAM, 2)
+
+
+@pytest.mark.parametrize("what", ["out", "branches", "launch_options"])
+def test_what_maps_no_names(module: Module, what: str) -> None:
+    with pytest.raises(UsageError, match=f"{what} must be a mapping") as caught:
+        module(**INPUTS, **{what: ["y"]})
+    assert caught.value.code == "U-OPTION"
+
+
+@pytest.mark.parametrize("branch", [None, "attention", 0])
+def test_a_branch_that_cannot_be_called(branch: Any) -> None:
+    site = mhcgen.build(**SMALL, scope="site")
+    with pytest.raises(InputError, match=f"a {type(branch).__name__} was given for it") as caught:
+        mhcgen.compile(site).load("host")(**factories.inputs(site, 2), branches={"branch": branch})
+    assert caught.value.code == "I-BRANCH"
+
+
+def test_foreign_byte_order_is_another_dtype(module: Module) -> None:
+    with pytest.raises(InputTypeError, match="x has dtype >f4, and float32") as caught:
+        module(**{**INPUTS, "x": INPUTS["x"].astype(">f4")})
+    assert (caught.value.code, caught.value.where) == ("I-DTYPE", "x")
+
+
+def test_a_masked_array_is_no_array_of_all_its_elements(module: Module) -> None:
+    with pytest.raises(InputTypeError, match=r"x is a numpy\.ma\..*MaskedArray") as caught:
+        module(**{**INPUTS, "x": np.ma.masked_array(INPUTS["x"], INPUTS["x"] > 0)})
+    assert caught.value.code == "I-ARRAY"
+
+
+def test_a_read_only_result_is_named(module: Module) -> None:
+    y = np.empty((2, 8), np.float32)
+    y.flags.writeable = False
+    with pytest.raises(InputError, match="out y is read-only") as caught:
+        module(**INPUTS, out={"y": y})
+    assert (caught.value.code, caught.value.where) == ("I-LAYOUT", "out['y']")
+
+
+def test_race_mode_is_true_or_false() -> None:
+    with pytest.raises(UsageError, match="race must be true or false"):
+        mhcgen.compile(PROGRAM).load("host", race="yes")
