@@ -152,11 +152,11 @@ class Aim:
 
         Where mixes and streams are given: streams of +1 and -1, so the RMS is 1 but for eps, which the mixes
         undo, and each token has its own logits. Elsewhere, and where an activation comes before base, base
-        carries the logits of token 0.
+        carries the logits of token 0; such gates have no bound, and many sites in a row get smaller ones.
         """
         for site in self.sites:
             name, shape = self.streams(site)
-            logits = wanted(site)
+            logits = self._in_range(site, wanted(site))
             scale, base = site.gates.operand("scale"), site.gates.operand("base")
             affine = site.gates.option("form", "affine") == "affine"
             if affine and site.mixes is not None and self.set_streams(name, self.signs(name, *shape)):
@@ -164,6 +164,16 @@ class Aim:
                 self.values[scale], self.values[base] = np.ones(3), np.zeros(logits.shape[1])
             elif self.tokens:
                 self.values[scale], self.values[base] = np.full(3, 2.0**-10), logits[0]
+
+    def _in_range(self, site: Site, logits: Float64) -> Float64:
+        """Logits at which the streams of the last of all sites still have a mean square that fp32 holds.
+
+        Of gates that are the logits themselves, a site makes streams n pre post times as large.
+        """
+        if site.gates.option("form", "affine") == "affine":
+            return logits
+        most = float(np.sqrt(10.0 ** (17 / len(self.sites)) / self.n))
+        return np.where(np.isfinite(logits), np.clip(logits, -most, most), logits)
 
     def set_mixes(self, name: str, wanted: Float64) -> None:
         """Make mixes of normed streams `wanted` [T, rows]; those that a projection makes are the first token's."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mhcgen.ir import Program
 from mhcgen.passes import run_pipeline
 from mhcgen.plan import Options, Plan
+from mhcgen.values import plain, switch
 
 
 def compile(
@@ -50,7 +53,7 @@ def compile(
 
     Raises:
         RefusedError: what was asked for is not legal; the error carries code, witness path and hint.
-        UsageError: a value outside its enumeration.
+        UsageError: `U-OPTION`, a value outside its enumeration or of another type; `U-ARCH`; `U-PROGRAM`.
 
     Example:
         >>> import mhcgen
@@ -60,20 +63,13 @@ def compile(
     """
     from mhcgen.backends.archs import parse_arch
 
-    options = Options(
-        fuse=fuse,
-        arch=parse_arch(arch).name,
-        placement=placement,
-        sync=sync,
-        threads=threads,
-        slab=slab,
-        mix_warp=mix_warp,
-        scalar=scalar,
-        cluster=cluster,
-        dependent=dependent,
-        stamps=stamps,
-        regime=regime,
-    )
+    given = {
+        "placement": placement, "sync": sync, "threads": threads, "slab": slab, "mix_warp": mix_warp,
+        "scalar": scalar, "cluster": cluster, "dependent": dependent, "stamps": stamps, "regime": regime,
+    }  # fmt: skip
+    chosen: dict[str, Any] = {name: plain(name, value) for name, value in given.items()}
+    options = Options(fuse=fuse, arch=parse_arch(arch).name, **chosen)
+    switch("tuned", tuned)
     if tuned:
         from mhcgen.tuned import run_tuned
 

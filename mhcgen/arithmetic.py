@@ -52,7 +52,7 @@ class Arithmetic:
             ("projection", PROJECTIONS),
         ):
             value = getattr(self, field)
-            if value not in allowed:
+            if not isinstance(value, str) or value not in allowed:
                 raise UsageError(
                     "U-CLASS",
                     f"{field} must be one of {', '.join(allowed)}, got {value!r}",

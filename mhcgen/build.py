@@ -12,6 +12,7 @@ from mhcgen.errors import UsageError
 from mhcgen.ir import Program
 from mhcgen.models import EXITS, Model
 from mhcgen.models import model as find_model
+from mhcgen.values import member, plain, switch, wrong
 from mhcgen.verify import fp32_holds, verify
 
 #: What a Program holds: one site's half or whole, two sites' border, a trunk, or one part of the module around them.
@@ -101,11 +102,11 @@ def configure(model: str = "deepseek-v4", **given: object) -> Config:
         "norm_eps": spec.norm_eps,
         "exit": spec.exit,
     }
-    if given.get("scope") == "trunk":
+    chosen = {key: plain(key, value) for key, value in given.items() if value is not None}
+    if chosen.get("scope") == "trunk":
         defaults["projection"] = "fma"
-    if given.get("functions") == "fast":
+    if chosen.get("functions") == "fast":
         defaults["sumsq"] = "fp32"
-    chosen = {key: _plain(value) for key, value in given.items() if value is not None}
     unknown = sorted(set(chosen) - set(Config.__dataclass_fields__))
     if unknown:
         raise UsageError(
@@ -121,20 +122,6 @@ def configure(model: str = "deepseek-v4", **given: object) -> Config:
     return check_config(config, spec)
 
 
-def _plain(value: object) -> object:
-    """numpy's scalars and 0-d arrays as Python's numbers; a narrow float as the shortest decimal that names it."""
-    # Whoever passes one of numpy's scalars has imported it; the command line starts without.
-    if type(value).__module__ != "numpy":
-        return value
-    import numpy as np
-
-    if isinstance(value, np.ndarray) and value.ndim == 0:
-        value = value[()]
-    if isinstance(value, np.floating):
-        return float(str(value))
-    return value.item() if isinstance(value, np.generic) else value
-
-
 def check_config(config: Config, spec: Model) -> Config:
     """The same Config, normalised (eps as float), or a UsageError for the first bad field."""
     _integer("streams", config.streams, 1, MAX_STREAMS)
@@ -145,9 +132,9 @@ def check_config(config: Config, spec: Model) -> Config:
     _integer("layers", config.layers, 1, MAX_LAYERS)
     for field in ("rms_eps", "hc_eps", "norm_eps"):
         _eps(field, getattr(config, field), spec)
-    _member("dtype", config.dtype, STREAM_DTYPES)
-    _member("scope", config.scope, SCOPES)
-    _member("exit", config.exit, EXITS)
+    member("dtype", config.dtype, STREAM_DTYPES, "U-DTYPE")
+    member("scope", config.scope, SCOPES, "U-SCOPE")
+    member("exit", config.exit, EXITS, "U-EXIT")
     if config.exit == "pre" and not spec.delayed_pre:
         raise UsageError(
             "U-EXIT",
@@ -155,9 +142,13 @@ def check_config(config: Config, spec: Model) -> Config:
             where="--exit",
             hints=(f"choose one of {', '.join(e for e in EXITS if e != 'pre')}",),
         )
-    _member("quant", config.quant, QUANTS)
+    member("quant", config.quant, QUANTS, "U-QUANT")
+    for field in ("norm", "quant_pow2", "early_stop", "iterations_out"):
+        switch(field, getattr(config, field))
+    if not isinstance(config.extra, list | tuple):
+        raise wrong("extra", "a tuple of texts", repr(config.extra))
     for item in config.extra:
-        _member("extra", item, ("engram", "tap"))
+        member("extra", item, ("engram", "tap"), "U-EXTRA")
     if config.quant != "none" and not config.norm:
         raise UsageError(
             "U-QUANT",
@@ -175,6 +166,7 @@ def check_config(config: Config, spec: Model) -> Config:
         )
     return replace(
         config,
+        extra=tuple(config.extra),
         rms_eps=float(config.rms_eps),
         hc_eps=float(config.hc_eps),
         norm_eps=float(config.norm_eps),
@@ -257,7 +249,7 @@ def _streams(n: int, spec: Model) -> None:
 def _rank(config: Config, spec: Model) -> None:
     if spec.rank:
         _integer("rank", config.rank, 1, MAX_RANK)
-    elif config.rank:
+    elif config.rank != 0 or isinstance(config.rank, bool):
         raise UsageError(
             "U-RANK",
             f"model {spec.name} has no gates of low rank",
@@ -285,7 +277,7 @@ def _iterations(config: Config, spec: Model) -> None:
             )
         return
     for field, value in (("iters", config.iters), ("early_stop", config.early_stop)):
-        if value:
+        if value != 0:
             raise UsageError(
                 f"U-{field.upper().replace('_', '-')}",
                 f"model {spec.name} makes its mixing matrix without iterations",
@@ -311,7 +303,9 @@ def _eps(field: str, value: object, spec: Model) -> None:
                 hints=("leave it out",),
             )
         return
-    number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    numeric = isinstance(value, int | float) and not isinstance(value, bool)
+    # Not every integer fits a float, so the range comes first.
+    number = float(value) if numeric and 0 <= value <= 1 else math.nan  # type: ignore[arg-type, operator]
     lost = math.isfinite(number) and not fp32_holds(number)  # 1e-50 would be 0 in the text
     if lost or not (math.isfinite(number) and (number > 0 or (number == 0 and spec.zero_eps)) and number <= 1.0):
         zero = "0 or " if spec.zero_eps else ""
@@ -321,16 +315,6 @@ def _eps(field: str, value: object, spec: Model) -> None:
             where=f"--{field.replace('_', '-')}",
             notes=("fp32 has no number between 0 and 1.4e-45",) * (lost and number > 0),
             hints=(f"model {spec.name} uses {getattr(spec, field)!r}",),
-        )
-
-
-def _member(field: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise UsageError(
-            f"U-{field.upper()}",
-            f"{field} must be one of {', '.join(allowed)}, got {value!r}",
-            where=f"--{field}",
-            hints=(f"choose one of {', '.join(allowed)}",),
         )
 
 

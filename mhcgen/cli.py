@@ -25,6 +25,7 @@ from mhcgen.errors import (
     EXIT_INTERNAL,
     EXIT_OK,
     EnvironmentFault,
+    InputError,
     InternalError,
     MhcgenError,
     UsageError,
@@ -95,6 +96,9 @@ def run(arguments: Sequence[str]) -> int:
         if error.exit_code == EXIT_INTERNAL:
             error.notes += (_keep_traceback(given),)
         return _fail(error)
+    except OSError as error:
+        unusable = _unusable(error, given)
+        return _fail(_internal(error, given) if unusable is None else unusable)
     except Exception as error:  # noqa: BLE001  (whatever it is, it is a bug of ours and is reported as one)
         return _fail(_internal(error, given))
 
@@ -119,6 +123,23 @@ def _call(arguments: list[str]) -> int:
             hints=("make room, or send the output elsewhere",),
         ) from error
     return EXIT_OK
+
+
+def _unusable(error: OSError, arguments: list[str]) -> InputError | None:
+    """The error of a path that the user named and the system does not take: too long, or in a closed folder."""
+    if not isinstance(error.filename, str):
+        return None
+    values = [part.partition("=")[2] if part.startswith("-") else part for part in arguments]
+    path, named = Path(error.filename).absolute(), [Path(value).absolute() for value in values if value]
+    # What is asked of the system may be the folder of what was named, or a file in it.
+    if not any(path.is_relative_to(other) or other.is_relative_to(path) for other in named):
+        return None
+    return InputError(
+        "I-PATH",
+        f"the path cannot be used: {error.strerror or error}",
+        where=error.filename,
+        hints=("name a path that you may use",),
+    )
 
 
 def _usage(error: Any) -> UsageError:

@@ -4,7 +4,8 @@ Iterated kinds: forward once in float64, to have the matrix of every half-step, 
 each final element by what that half-step gave; every local rounding is weighed by the absolute value of its
 derivative. Iterations contract errors, so this stays near a few U where they converge and grows only where they do
 not. Direct maps: the derivative of the reference by each logit (central differences), and the number of roundings
-that the kind states.
+that the kind states. NaN in one line of a matrix leaves the finite elements beside it their bound: what those depend
+on is finite, so their derivatives by the rest are 0.
 """
 
 from __future__ import annotations
@@ -90,6 +91,11 @@ def _identity(tokens: int, n: int) -> Array:
     return np.broadcast_to(np.eye(n * n).reshape(1, n * n, n, n), (tokens, n * n, n, n))
 
 
+def _known(array: Array) -> Array:
+    """The array with 0 in place of NaN, for products with derivatives that are 0 there."""
+    return np.where(np.isnan(array), 0.0, array)
+
+
 def _linear_error(logits: Array, errors: Array, attrs: Mapping[str, Any], functions: Functions) -> Array:
     """Division of a by s = sum + eps gives b = a/s.
 
@@ -113,10 +119,11 @@ def _linear_error(logits: Array, errors: Array, attrs: Mapping[str, Any], functi
         divides = total > eps if mode == "threshold" else np.ones_like(total, dtype=bool)
         if mode == "threshold":
             margin = np.expm1(4 * np.max(np.where(a > 0, errors, 0.0), axis=(1, 2)) + 1e-4)
-            unsure |= np.min(np.abs(total / eps - 1.0), axis=(1, 2)) < margin
+            near = np.abs(total / eps - 1.0)
+            unsure |= np.min(np.where(np.isnan(near), np.inf, near), axis=(1, 2)) < margin
         s = np.where(divides, total + eps if mode == "add" else total, 1.0)
         a = a / s
-        steps.append((axis, s, a, divides))
+        steps.append((axis, np.where((s == 0.0) | np.isnan(s), 1.0, s), _known(a), divides))
     tree = depth(n) * U
     shared = tree + 2 * U if mode == "add" else tree
     derivative = _identity(tokens, n)
@@ -129,6 +136,7 @@ def _linear_error(logits: Array, errors: Array, attrs: Mapping[str, Any], functi
         found += FLOOR * np.abs(derivative).sum(axis=(2, 3))  # quotients may underflow
         found += shared * np.abs(line).sum(axis=(2, 3))
         derivative = (derivative - line) / s[:, None]
+    p, begun = _known(p), _known(begun)
     live = (p if start == "softmax" else begun) > 0
     argument = np.where(live, np.abs(difference), 0.0)
     relative = functions.exp + functions.exp_argument * argument + np.where(live, errors, 0.0)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from mhcgen.errors import UsageError
 from mhcgen.ir import AttrValue, NumericClass, Program, Stage
 from mhcgen.log import Decision, Hazard, LogEntry, Refusal
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 #: (docs/measurements). With more tokens each cluster takes several.
 RESIDENT_CLUSTERS = 7
 RESIDENT_BLOCKS = 120
+
+#: The pass after which a Plan can be emitted.
+LAST_PASS = "launch"
 
 PLACEMENTS = ("auto", "shared", "row", "element", "registers")
 SYNCS = ("auto", "warp", "block")
@@ -400,12 +404,27 @@ class Plan:
         """Whether this kernel writes the tensor."""
         return self.program.writers.get(tensor) in kernel.stages
 
+    def require_finished(self) -> None:
+        """A Plan that passes have yet to run on is there to be looked at: its text would lack steps or barriers.
+
+        Raises:
+            UsageError: `U-PLAN`.
+        """
+        if LAST_PASS not in self.done:
+            raise UsageError(
+                "U-PLAN",
+                f"the Plan is not finished: it stops after {self.done[-1] if self.done else 'no pass'}",
+                where="plan",
+                hints=("compile without stop_after",),
+            )
+
     @cached_property
     def source(self) -> str:
         """The CUDA text."""
         from mhcgen.emit import emit
         from mhcgen.lower import lower
 
+        self.require_finished()
         return emit(lower(self))
 
     @cached_property

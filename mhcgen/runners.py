@@ -11,6 +11,7 @@ from mhcgen.backends.signature import KernelSignature
 from mhcgen.errors import InputTypeError
 from mhcgen.lower import signature
 from mhcgen.plan import Kernel, Plan
+from mhcgen.values import switch
 
 #: dtype name -> numpy dtype that carries it on the host; bf16 is ml_dtypes', never plain uint16.
 NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
@@ -84,6 +85,7 @@ class HostRunner:
         source: str | None = None,
         opt: str = "-O2",
     ) -> None:
+        switch("race", race)
         self.plan = plan
         self.race = race
         self.opt = opt
@@ -94,8 +96,8 @@ class HostRunner:
         self._modules: dict[bool, Any] = {}
 
     def check_array(self, name: str, value: Any) -> Any:
-        """numpy arrays only."""
-        if not isinstance(value, np.ndarray):
+        """numpy arrays only; a masked one has elements that are not there, and kernels read them all."""
+        if not isinstance(value, np.ndarray) or isinstance(value, np.ma.MaskedArray):
             raise InputTypeError(
                 "I-ARRAY",
                 f"{name} is a {type(value).__module__}.{type(value).__name__}, and the host backend "
@@ -116,8 +118,8 @@ class HostRunner:
         return int(array.ctypes.data) if array.size else 0
 
     def dtype_name(self, array: Any) -> str:
-        """numpy's name of the dtype."""
-        return str(array.dtype.name)
+        """numpy's name of the dtype; with the byte order where that is not this machine's."""
+        return str(array.dtype.name if array.dtype.isnative else array.dtype.str)
 
     def module(self, scalar: bool = False) -> Any:
         """The compiled emission, or its twin with element loads."""

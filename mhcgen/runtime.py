@@ -21,6 +21,7 @@ from mhcgen.runners import CudaRunner as CudaRunner
 from mhcgen.runners import HostRunner as HostRunner
 from mhcgen.runners import Runner as Runner
 from mhcgen.runners import cuda_usable as cuda_usable
+from mhcgen.values import member
 
 if TYPE_CHECKING:
     from mhcgen.classes import ClassModule
@@ -93,7 +94,16 @@ class Module:
         Raises:
             InputError: `I-MISSING`, `I-UNKNOWN`, `I-SHAPE`, `I-LAYOUT`, `I-TOKENS`, `I-BRANCH`, `I-OVERLAP`.
             InputTypeError: `I-DTYPE`, `I-ARRAY`.
+            UsageError: `U-OPTION`, out, branches or launch_options that map no names.
         """
+        for what, given in (("out", out), ("branches", branches), ("launch_options", launch_options)):
+            if given is not None and not isinstance(given, Mapping):
+                raise UsageError(
+                    "U-OPTION",
+                    f"{what} must be a mapping by name, got {type(given).__name__}",
+                    where=what,
+                    hints=("give a dict, or leave it out",),
+                )
         tokens = self._check_inputs(tensors)
         arrays: dict[str, Any] = dict(tensors)
         if out:
@@ -154,15 +164,17 @@ class Module:
         self.launches.append(Launch(kernel.name, grid, scalar, report))
 
     def _branch(self, stage: Stage, arrays: dict[str, Any], branches: Mapping[str, Branch], tokens: int) -> None:
-        if stage.name not in branches:
+        branch = branches.get(stage.name)
+        if not callable(branch):
+            got = f"a {type(branch).__name__}" if stage.name in branches else "no callable"
             raise InputError(
                 "I-BRANCH",
-                f"the Program has the opaque stage {stage.name}, and no callable was given for it",
+                f"the Program has the opaque stage {stage.name}, and {got} was given for it",
                 where=f"branches[{stage.name!r}]",
                 hints=(f"pass branches={{{stage.name!r}: f}}; f gets its operands by name",),
             )
         operands = {slot: arrays[name] for slot, name in stage.operands}
-        made = branches[stage.name](**operands)
+        made = branch(**operands)
         ((_, name),) = stage.results
         self._check_array(self.program.tensor(name), made, tokens)
         arrays[name] = made
@@ -244,6 +256,13 @@ class Module:
                 hints=(f"it writes {', '.join(made)}",),
             )
         self._check_array(made[name], array, tokens)
+        if not getattr(array.flags, "writeable", True):  # CuPy's arrays cannot be read-only
+            raise InputError(
+                "I-LAYOUT",
+                f"out {name} is read-only",
+                where=f"out[{name!r}]",
+                hints=("give an array that may be written",),
+            )
 
     def _check_overlaps(self, out: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
         """What is written shares memory with nothing that is read, and with nothing else that is written."""
@@ -353,21 +372,16 @@ def load(plan: Plan, backend: str = "auto", **options: Any) -> Module:
         options: those of `HostRunner` or `CudaRunner`.
 
     Raises:
-        UsageError: `U-BACKEND`.
+        UsageError: `U-BACKEND`; `U-PLAN`, passes of the Plan have not run.
         EnvironmentFault: no compiler, no GPU.
     """
+    plan.require_finished()
+    member("backend", backend, ("auto", "host", "cuda"), "U-BACKEND")
     if backend == "auto":
         backend = "cuda" if cuda_usable() else "host"
     if backend == "host":
         return Module(plan, HostRunner(plan, **options))
-    if backend == "cuda":
-        return Module(plan, CudaRunner(plan, **options))
-    raise UsageError(
-        "U-BACKEND",
-        f"backend must be auto, host or cuda, got {backend!r}",
-        where="--backend",
-        hints=("choose one of auto, host, cuda",),
-    )
+    return Module(plan, CudaRunner(plan, **options))
 
 
 def load_classes(program: Program, fuse: str = "none", backend: str = "auto", **options: Any) -> ClassModule:

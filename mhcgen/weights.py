@@ -15,8 +15,6 @@ from __future__ import annotations
 import difflib
 import json
 import re
-import zipfile
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,6 +126,11 @@ def _bad_file(path: Path, message: str, *hints: str) -> InputError:
 
 def _locate(path: Path) -> Path:
     """The file behind a path: itself, or what a folder holds."""
+    try:
+        path.stat()
+    except OSError as fault:
+        if not isinstance(fault, FileNotFoundError):
+            raise _bad_file(path, f"cannot be read: {fault.strerror or fault}", "name a file you may read") from fault
     if path.is_dir():
         for candidate in (path / INDEX, path / "model.safetensors"):
             if candidate.is_file():
@@ -150,7 +153,7 @@ class _Npz:
         self.path = path
         try:
             loaded = np.load(path, allow_pickle=False)
-        except (OSError, EOFError, ValueError, zipfile.BadZipFile) as fault:
+        except Exception as fault:  # what damaged bytes raise in numpy and zipfile has no common base
             raise _bad_file(path, f"the archive cannot be read: {fault}", "write it with numpy.savez") from fault
         if not isinstance(loaded, np.lib.npyio.NpzFile):
             raise _bad_file(
@@ -164,7 +167,7 @@ class _Npz:
     def read(self, name: str) -> npt.NDArray[Any]:
         try:
             array: npt.NDArray[Any] = self._arrays[name]
-        except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as fault:
+        except Exception as fault:  # likewise: a cut header, a password, a size that is not there
             raise _bad_file(self.path, f"{name} cannot be read: {fault}", "store plain numbers") from fault
         return array
 

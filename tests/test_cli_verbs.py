@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -295,7 +296,7 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
     "surplus": (lambda a: {**a, "scal": a["scale"]}, "I-UNKNOWN"),
     "wide": (lambda a: {**a, "x": a["x"].astype(np.float64)}, "I-DTYPE"),
     "integer": (lambda a: {**a, "mixes": a["mixes"].astype(np.int32)}, "I-DTYPE"),
-    "big-endian": (lambda a: {**a, "x": a["x"].astype(">f4")}, "X-DTYPE"),
+    "big-endian": (lambda a: {**a, "x": a["x"].astype(">f4")}, "I-DTYPE"),
     "short": (lambda a: {**a, "base": a["base"][:-1]}, "I-SHAPE"),
     "flat": (lambda a: {**a, "x": a["x"].reshape(3, -1)}, "I-SHAPE"),
     "number": (lambda a: {**a, "x": np.float32(1)}, "I-SHAPE"),
@@ -319,13 +320,67 @@ def test_run_refuses_arrays_that_do_not_fit(
     assert [path.name for path in tmp_path.iterdir()] == ["in.npz"]
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (*RUN, "--inputs", "NAME.npz", "--outputs", "out.npz"),
+        (*RUN, "--inputs", "in.npz", "--outputs", "NAME.npz"),
+        (*RUN, "--inputs", "in.npz", "--outputs", "NAME/out.npz"),
+        (*RUN, "--inputs", "in.npz", "--outputs", "out.npz", "--layer", "0", "--site", "attn", "--weights=NAME"),
+        ("emit", "--streams", "2", "--hidden", "8", "--out", "NAME"),
+        ("report", "--streams", "2", "--hidden", "8", "--out", "NAME.html"),
+        ("bench", "--streams", "2", "--hidden", "8", "--json", "NAME"),
+    ],
+)
+def test_a_path_that_the_system_does_not_take(
+    mhcgen: Cli, tmp_path: Path, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch, arguments: tuple[object, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save(tmp_path, given)
+    code, out, err = mhcgen(*(str(part).replace("NAME", "n" * 300) for part in arguments))
+    assert (code, out) == (2, "")
+    assert err.startswith("error[I-") and "name too long" in err and "hint: " in err
+    assert [path.name for path in tmp_path.iterdir()] == ["in.npz"]
+
+
+def test_an_error_of_the_system_about_a_path_of_ours_is_a_bug(mhcgen: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", "/our/own/file")
+
+    monkeypatch.setattr("mhcgen.commands.options.asked_of", fail)
+    code, _, err = mhcgen("explain", "--streams", "2")
+    assert (code, err.split(":")[0]) == (70, "error[INTERNAL]")
+
+
 def damage(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 0xFF
     path.write_bytes(data)
 
 
+def cut_header(path: Path) -> None:
+    """The shape of an array loses its closing bracket, under a checksum that fits."""
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, data.replace(b"), }", b"   }") if name == "x.npy" else data)
+
+
+def encrypted(path: Path) -> None:
+    """Every member says that it needs a password."""
+    data = bytearray(path.read_bytes())
+    for signature, flags in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        at = data.find(signature)
+        while at >= 0:
+            data[at + flags] |= 1
+            at = data.find(signature, at + 1)
+    path.write_bytes(data)
+
+
 FILES: dict[str, Callable[[Path], object]] = {
+    "cut header": cut_header,
+    "encrypted": encrypted,
     "none": Path.unlink,
     "text": lambda path: path.write_text("no archive"),
     "empty": lambda path: path.write_bytes(b""),

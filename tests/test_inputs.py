@@ -37,6 +37,17 @@ def aimed(program: Program, tokens: int, name: str) -> dict[str, Any]:
     return values_of(program, inputs)
 
 
+@pytest.mark.parametrize("name", sorted(DISCRIMINATING))
+@pytest.mark.parametrize(("n", "layers"), [(2, 1), (5, 2), (16, 4)])
+def test_streams_of_gates_without_a_bound_stay_where_fp32_can_square_them(n: int, layers: int, name: str) -> None:
+    program = build("plain-hc", streams=n, hidden=6, scope="trunk", layers=layers, exit="sum")
+    inputs = discriminating(program, 3, name)
+    found = {} if inputs is None else values_of(program, inputs)
+    for stage in program.stages_of_kind("rowsq_streams") if found else ():
+        streams = found[stage.operand("x")]
+        assert np.max(np.abs(streams[np.isfinite(streams)]), initial=0.0) < 1e19, stage.name
+
+
 # --- the generator ----------------------------------------------------------------------------------------
 
 

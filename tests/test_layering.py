@@ -24,7 +24,7 @@ PACKAGE = Path(mhcgen.__file__).parent
 #: From the bottom up. A module may import what is in a layer below its own, or in its own.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("_version", "errors", "log"),
-    ("arithmetic", "cache"),
+    ("arithmetic", "cache", "values"),
     ("ir", "backends.archs", "backends.signature"),
     ("stages", "text", "reference", "reference_combs", "reference_each"),
     ("combs", "plan"),

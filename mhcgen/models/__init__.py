@@ -27,14 +27,13 @@ def model(name: str) -> Model:
     Raises:
         UsageError: `U-MODEL`, with the nearest known name as a hint.
     """
-    try:
+    if isinstance(name, str) and name in MODELS:
         return MODELS[name]
-    except KeyError:
-        near = difflib.get_close_matches(name, MODELS, n=1)
-        raise UsageError(
-            "U-MODEL",
-            f"unknown model {name!r}",
-            where="--model",
-            notes=(f"known models: {', '.join(sorted(MODELS))}",),
-            hints=((f"did you mean {near[0]}?",) if near else ("`mhcgen list models` shows them",)),
-        ) from None
+    near = difflib.get_close_matches(str(name), MODELS, n=1)
+    raise UsageError(
+        "U-MODEL",
+        f"unknown model {name!r}",
+        where="--model",
+        notes=(f"known models: {', '.join(sorted(MODELS))}",),
+        hints=((f"did you mean {near[0]}?",) if near else ("`mhcgen list models` shows them",)),
+    )

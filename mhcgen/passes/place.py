@@ -17,12 +17,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mhcgen.combs import DirectMap, comb_program
-from mhcgen.errors import UsageError
 from mhcgen.ir import Stage
 from mhcgen.log import Decision, LogEntry
 from mhcgen.passes.geometry import KEPT_COLUMNS, MAX_CLUSTER, WORKING_REGISTERS, geometry, registers_per_thread
+from mhcgen.passes.options import check_options
 from mhcgen.passes.refuse import refuse
-from mhcgen.plan import MIX_WARPS, PLACEMENTS, REGIMES, SLABS, SYNCS, Kernel, Options, Place, Plan
+from mhcgen.plan import Kernel, Options, Place, Plan
 from mhcgen.stages import COMB_STAGES, KINDS
 from mhcgen.steps import expand_kernel
 
@@ -32,11 +32,12 @@ def place(plan: Plan) -> Plan:
 
     Raises:
         RefusedError: a placement, slab or block size asked for by name is not legal.
-        UsageError: `U-OPTION` for a value outside the enumerations of `mhcgen.plan`.
+        UsageError: `U-OPTION`, see `mhcgen.passes.options`.
     """
     if "place" in plan.done:
         return plan
-    _check_options(plan.options)
+    check_options(plan.options)
+    _check_counts(plan.options)
     for index, kernel in enumerate(plan.kernels):
         placed, log = _place_kernel(plan, kernel)
         plan = replace(plan.with_kernel(index, placed), log=(*plan.log, *log))
@@ -45,21 +46,7 @@ def place(plan: Plan) -> Plan:
     return plan
 
 
-def _check_options(options: Options) -> None:
-    for field, value, allowed in (
-        ("placement", options.placement, PLACEMENTS),
-        ("sync", options.sync, SYNCS),
-        ("slab", options.slab, SLABS),
-        ("mix_warp", options.mix_warp, MIX_WARPS),
-        ("regime", options.regime, REGIMES),
-    ):
-        if value not in allowed:
-            raise UsageError(
-                "U-OPTION",
-                f"{field} must be one of {', '.join(allowed)}, got {value!r}",
-                where=f"--{field.replace('_', '-')}",
-                hints=(f"choose one of {', '.join(allowed)}",),
-            )
+def _check_counts(options: Options) -> None:
     threads = options.threads
     if threads is not None and (
         isinstance(threads, bool) or not isinstance(threads, int) or threads % 32 or not 32 <= threads <= 1024
