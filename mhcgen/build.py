@@ -19,6 +19,8 @@ from mhcgen.verify import fp32_holds, verify
 SCOPES = ("pre", "site", "boundary", "trunk", "expand", "post", "mean", "sum", "head")
 STREAM_DTYPES = ("fp32", "bf16", "fp16")
 QUANTS = ("none", "q8", "fp8")
+#: Opaque readers between post and the next pre, in the order a Program has them.
+EXTRAS = ("engram", "tap")
 MAX_STREAMS = 16
 MAX_HIDDEN = 1 << 20
 MAX_ITERS = 1000
@@ -148,7 +150,7 @@ def check_config(config: Config, spec: Model) -> Config:
     if not isinstance(config.extra, list | tuple):
         raise wrong("extra", "a tuple of texts", repr(config.extra))
     for item in config.extra:
-        member("extra", item, ("engram", "tap"), "U-EXTRA")
+        member("extra", item, EXTRAS, "U-EXTRA")
     if config.quant != "none" and not config.norm:
         raise UsageError(
             "U-QUANT",
@@ -166,7 +168,7 @@ def check_config(config: Config, spec: Model) -> Config:
         )
     return replace(
         config,
-        extra=tuple(config.extra),
+        extra=tuple(name for name in EXTRAS if name in config.extra),
         rms_eps=float(config.rms_eps),
         hc_eps=float(config.hc_eps),
         norm_eps=float(config.norm_eps),

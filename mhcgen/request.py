@@ -15,7 +15,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from mhcgen.build import Config, configure
+from mhcgen.build import EXTRAS, Config, configure
 from mhcgen.errors import InputError, UsageError
 from mhcgen.plan import Options
 
@@ -27,9 +27,6 @@ _TEXT = (
 _NUMBER = ("streams", "hidden", "layers", "iters", "rank", "rms_eps", "hc_eps", "norm_eps", "threads", "cluster")
 _SWITCH = ("norm", "quant_pow2", "early_stop", "iterations_out", "scalar", "stamps", "dependent")
 NAMES = (*_TEXT, *_NUMBER, *_SWITCH, "extra")
-
-#: Opaque readers between post and the next pre, in the order a Program has them.
-EXTRAS = ("engram", "tap")
 
 _CONFIG = {field.name for field in fields(Config)}
 

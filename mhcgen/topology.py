@@ -193,13 +193,13 @@ def _wrong(where: str, message: str, *hints: str) -> InputError:
 def _read(file: Path) -> dict[str, Any]:
     try:
         text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as fault:
+    except (OSError, ValueError) as fault:  # not UTF-8, or a name that no file has
         raise _wrong(
             str(file), f"the configuration cannot be read: {fault}", "name a config.json or .toml"
         ) from fault
     try:
         table = tomllib.loads(text) if file.suffix.lower() == ".toml" else json.loads(text)
-    except ValueError as fault:
+    except (ValueError, RecursionError) as fault:
         raise _wrong(str(file), f"the configuration does not parse: {fault}", "mend the file") from fault
     if not isinstance(table, dict):
         raise _wrong(str(file), "the configuration is not a table of keys", "wrap it in { }")

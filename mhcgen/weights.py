@@ -128,9 +128,9 @@ def _locate(path: Path) -> Path:
     """The file behind a path: itself, or what a folder holds."""
     try:
         path.stat()
-    except OSError as fault:
+    except (OSError, ValueError) as fault:
         if not isinstance(fault, FileNotFoundError):
-            raise _bad_file(path, f"cannot be read: {fault.strerror or fault}", "name a file you may read") from fault
+            raise _bad_file(path, f"the file cannot be read: {fault}", "name a file you may read") from fault
     if path.is_dir():
         for candidate in (path / INDEX, path / "model.safetensors"):
             if candidate.is_file():
@@ -225,7 +225,7 @@ def _shards(index: Path) -> dict[str, Path]:
     try:
         table = json.loads(index.read_text(encoding="utf-8"))
         listed = dict(table["weight_map"])
-    except (OSError, ValueError, KeyError, TypeError) as fault:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as fault:
         raise _bad_file(
             index, f"the index cannot be read: {fault!r}", "it is a JSON file with a weight_map"
         ) from fault

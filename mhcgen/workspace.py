@@ -18,6 +18,7 @@ from typing import Any
 from mhcgen.errors import InputError
 from mhcgen.ir import Tensor
 from mhcgen.runtime import Module
+from mhcgen.values import plain
 
 #: Slots with two buffers that change places.
 TURNING = ("streams", "post", "comb")
@@ -54,12 +55,15 @@ class Workspace:
         nbytes: bytes of all buffers.
 
     Raises:
-        InputError: `I-TOKENS`, a negative count.
+        InputError: `I-TOKENS`, no count, or a negative one.
     """
 
     def __init__(self, modules: Mapping[str, Module], tokens: int) -> None:
-        if tokens < 0:
-            raise InputError("I-TOKENS", f"tokens must be >= 0, got {tokens}", where="tokens")
+        wanted = plain("tokens", tokens)
+        if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 0:
+            what = f"tokens must be >= 0, an integer, got {tokens!r}"
+            raise InputError("I-TOKENS", what, where="tokens", hints=("give a count",))
+        tokens = wanted
         self.tokens = tokens
         self.modules = modules
         self._now = dict.fromkeys(TURNING, 0)

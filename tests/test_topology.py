@@ -10,6 +10,7 @@ import pytest
 
 from mhcgen.errors import InputError, UsageError
 from mhcgen.topology import Topology, read_topology, topology_of
+from mhcgen.weights import WeightFile
 
 DEEPSEEK = {
     "architectures": ["DeepseekV4ForCausalLM"],
@@ -277,3 +278,20 @@ def test_the_rank_of_our_own_format(tmp_path: Path) -> None:
     assert read_topology(write(tmp_path, {**table, "rank": 5})).rows == 5 + 3  # type: ignore[union-attr]
     with pytest.raises(InputError, match="must be an integer from 1 to 4096, got 0"):
         read_topology(write(tmp_path, {**table, "rank": 0}))
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"layers":' * 100_000, "\ud800"])
+def test_a_file_that_cannot_be_parsed_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    with pytest.raises(InputError) as caught:
+        read_topology(path)
+    assert (caught.value.code, caught.value.where) == ("I-CONFIG", str(path))
+
+
+def test_a_name_that_no_file_has_is_an_error_of_the_input() -> None:
+    for read, code in ((read_topology, "I-CONFIG"), (WeightFile, "I-FILE")):
+        for name in ("config\0.json", "n" * 300):
+            with pytest.raises(InputError) as caught:
+                read(name)
+            assert caught.value.code == code

@@ -145,3 +145,10 @@ def test_a_read_only_result_is_named(module: Module) -> None:
 def test_race_mode_is_true_or_false() -> None:
     with pytest.raises(UsageError, match="race must be true or false"):
         mhcgen.compile(PROGRAM).load("host", race="yes")
+
+
+def test_readers_named_in_any_order_and_twice_are_one_configuration() -> None:
+    given = {"scope": "boundary", "projection": "fma"}
+    usual = mhcgen.configure(**given, extra=("engram", "tap"))
+    assert mhcgen.configure(**given, extra=["tap", "engram", "tap"]) == usual
+    assert usual.extra == ("engram", "tap")

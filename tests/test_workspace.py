@@ -201,8 +201,12 @@ def test_more_tokens_than_it_is_for(hyper: HyperConnections) -> None:
     with pytest.raises(InputError, match="T = 3, and this workspace is for 2") as caught:
         hyper.expand(trunks.embeddings(hyper.topology, 3), hyper.workspace(2))
     assert caught.value.code == "I-TOKENS"
-    with pytest.raises(InputError, match="tokens must be >= 0"):
-        hyper.workspace(-1)
+    counts: tuple[Any, ...] = (-1, "2", None, 2.0, True)
+    for count in counts:
+        with pytest.raises(InputError, match="tokens must be >= 0") as caught:
+            hyper.workspace(count)
+        assert caught.value.code == "I-TOKENS"
+    assert hyper.workspace(np.int64(2)).tokens == 2  # type: ignore[arg-type]
 
 
 def test_a_workspace_of_another_trunk(hyper: HyperConnections, small: tuple[Topology, Path]) -> None:
