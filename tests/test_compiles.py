@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -104,6 +105,24 @@ def test_default_schedules_of_the_gated_residual_spill_nothing(streams: int) -> 
 @pytest.mark.parametrize("streams", [1, 2, 3, 4])
 def test_all_arms_on_all_architectures_spill_nothing(streams: int, hidden: int, arch: str) -> None:
     assert_nothing_spilled(compiled((name, plan, arch) for name, plan in arms(streams, hidden, arch).items()))
+
+
+@pytest.mark.parametrize(
+    ("streams", "hidden", "dtype"),
+    [
+        pytest.param(n, h, d, marks=[pytest.mark.slow] * ((n, h) not in ((3, 4099), (4, 4099), (5, 4096))))
+        for n, h, d in itertools.product(range(1, 9), (257, 1281, 4096, 4098, 4099, 4100, 7168), ("fp32", "bf16"))
+    ],
+)
+def test_clusters_spill_nothing(streams: int, hidden: int, dtype: str) -> None:
+    """Odd widths are loaded element by element, and post holds the streams twice while it makes the new ones."""
+    plans = {
+        fuse: mhcgen.compile(
+            mhcgen.build(streams=streams, hidden=hidden, dtype=dtype, projection="fma", norm=True, scope=scope), fuse
+        )
+        for fuse, scope in (("pre-norm", "pre"), ("boundary", "boundary"))
+    }
+    assert_nothing_spilled(compiled((fuse, plan, "sm_90") for fuse, plan in plans.items()))
 
 
 @pytest.mark.parametrize("streams", [4, 8])

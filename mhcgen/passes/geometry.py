@@ -141,7 +141,7 @@ MAX_CLUSTER_TOKENS = 16
 #: Shared memory of a block for its slice of the streams and the sums that other blocks send.
 STAGED_BYTES = 44 * 1024
 #: Registers of a thread beside the rows of fn and the streams it holds.
-CLUSTER_REGISTERS = 28
+CLUSTER_REGISTERS = 30
 
 
 def _no_cluster(plan: Plan, kernel: Kernel, kinds: set[str], most: int) -> str:
@@ -187,7 +187,9 @@ def _cluster_geometry(plan: Plan, kernel: Kernel, kinds: set[str], chunk: int, l
     while -(-hidden // (32 * run)) > most:
         run *= 2
     blocks = -(-hidden // (32 * run))
-    fit = _cluster_warps(n, run, chunk, program.dim("R"), options.threads)
+    itemsize = ITEMSIZE[next(t.dtype for t in program.tensors if t.shape == ("T", "n", "H"))]
+    twice = _held_twice(n, run, chunk, itemsize) if "post" in kinds else 0
+    fit = _cluster_warps(n, run, chunk, program.dim("R"), options.threads, twice)
     group = max((s.attr("group") for s in plan.kernel_stages(kernel) if s.kind == "quant"), default=1)
     if blocks == 1 or fit is None or group > 32 * run:
         if wanted:
@@ -200,7 +202,6 @@ def _cluster_geometry(plan: Plan, kernel: Kernel, kinds: set[str], chunk: int, l
             raise refuse("place", "P-CLUSTER", kernel.name, reason, "ask for more blocks, or leave --cluster out")
         return None
     warps, rows = fit
-    itemsize = ITEMSIZE[next(t.dtype for t in program.tensors if t.shape == ("T", "n", "H"))]
     tokens = min(blocks, warps, MAX_CLUSTER_TOKENS)
     kept = n * 32 * run * itemsize
     tokens = max(1, min(tokens, (STAGED_BYTES - 4 * blocks * program.dim("R")) // kept))
@@ -263,7 +264,20 @@ def _unlike(program: Program, stages: tuple[Stage, ...]) -> str:
     return ""
 
 
-def _cluster_warps(n: int, run: int, chunk: int, rows: int, threads: int | None) -> tuple[int, int] | None:
+def _held_twice(n: int, run: int, chunk: int, itemsize: int) -> int:
+    """Registers for the streams that post reads while it makes the new ones.
+
+    Narrow chunks are all loaded ahead. Of wide ones bf16 and fp16 fit in what is counted anyway; fp32 does so for up
+    to four streams in one chunk. Found by compiling: n = 1 to 16, H = 257 to 7168, both widths of elements.
+    """
+    if chunk < 8:
+        return max(96, n * run)
+    return n * chunk if itemsize == 4 and (run > chunk or n > 4) else 0
+
+
+def _cluster_warps(
+    n: int, run: int, chunk: int, rows: int, threads: int | None, twice: int
+) -> tuple[int, int] | None:
     """(data warps, rows of fn a warp holds) whose registers fit: fewest passes over fn, then most warps.
 
     One warp more than the rows need takes the squares; the collapse wants a warp a token, so there are a few.
@@ -273,7 +287,7 @@ def _cluster_warps(n: int, run: int, chunk: int, rows: int, threads: int | None)
         for warps in (12, 8, 6, 4, 2):
             data = max(min(warps, -(-rows // rows_per_warp)) + 1, min(warps, 8))
             data = data if threads is None else threads // 32 - 1
-            need = rows_per_warp * n * run + n * chunk + CLUSTER_REGISTERS
+            need = rows_per_warp * n * run + n * chunk + twice + CLUSTER_REGISTERS
             if data >= 1 and need <= registers_per_thread(data + 1):
                 fitting.append((-(-rows // (rows_per_warp * data)), -data, rows_per_warp))
     if not fitting:
@@ -330,8 +344,9 @@ def _slab_geometry(
     tried: list[tuple[int, int, int, int, int, int, int]] = []
     for extra, piece in ((e, p) for e in extras for p in pieces):
         least = _least_run(stages, piece)
-        # Gates of every element are made a chunk of all streams at a time.
-        working = WORKING_REGISTERS + (n * piece if "gated_mean" in kinds else 0)
+        # Gates of every element are made a chunk of all streams at a time; so are new streams, where they are many.
+        chunked = "gated_mean" in kinds or ("post" in kinds and n > 8)
+        working = WORKING_REGISTERS + (n * piece if chunked else 0)
         run, data_warps = _slab_run(options, extra, hidden, least, len(streams) * n, working, kernel.name)
         need = len(streams) * n * run + working
         have = registers_per_thread(data_warps + extra)
