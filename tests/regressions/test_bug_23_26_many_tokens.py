@@ -59,7 +59,9 @@ def offsets(name: str, edit: Callable[[str], str] = str) -> None:
     for result, array in large.items():
         if program.tensor(result).shape[0] == "T":
             for row, token in zip(small[result], wanted, strict=True):
-                assert np.ascontiguousarray(array[token]).tobytes() == row.tobytes(), (result, token)
+                # Not a comparison that pytest would explain, byte by byte.
+                same = np.ascontiguousarray(array[token]).tobytes() == row.tobytes()
+                assert same, (result, token)
             for token in {t + step for t in wanted for step in (-1, 1)} - together:
                 assert not 0 <= token < tokens or not np.any(array[token].view(np.uint8)), (result, token)
 
