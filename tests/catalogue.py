@@ -149,8 +149,8 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
             lambda: program(stage("comb", comb="diagonal")),
             {"placement": "row"},
             "place",
-            "the lanes hold logits of an n x n matrix, and comb diagonal is made element by element, of other logits or "
-            "of none",
+            "the lanes hold logits of an n x n matrix, and comb diagonal is made element by element, "
+            "of other logits or of none",
         ),
         Example(
             "gates without logits",
