@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import strategies
 from catalogue import two_sites
-from factories import chain, program, stage
+from factories import chain, inputs, program, stage
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -112,3 +112,20 @@ def test_no_pass_touches_the_program(made: Program, data: st.DataObject) -> None
         untouched(made, **options)
     except RefusedError as refused:
         assert refused.code[0] in "PL"
+
+
+@pytest.mark.parametrize(
+    ("config", "kernel"),
+    [
+        ({"hidden": 8, "projection": "fma"}, "mhc_project"),  # blocks share the rows of fn
+        ({"hidden": 4096, "scope": "post"}, "mhc_post"),  # blocks share the columns
+    ],
+)
+def test_of_the_blocks_that_share_a_token_one_writes_its_stamps(config: dict[str, Any], kernel: str) -> None:
+    made = mhcgen.build(**config)
+    plan = mhcgen.compile(made, stamps=True)
+    assert next(k for k in plan.kernels if k.name == kernel).grid_blocks > 1
+    module = plan.load("host", race=True)
+    module(**inputs(made, 2))
+    assert [launch.report.text for launch in module.launches if not launch.report.ok] == []
+    assert module.stamps[kernel].all(), "no token is left without"
