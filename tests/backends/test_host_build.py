@@ -174,8 +174,9 @@ def test_the_python_mirrors_have_the_layout_of_the_header(tmp_path: Path) -> Non
             offset = getattr(mirror, member).offset
             checks.append(f'static_assert(offsetof({name}, {member}) == {offset}, "{name}.{member}");')
     checks.append(f"static_assert(MHC_DEADLOCK_SPINNING == {abi.RULES.index('deadlock-spinning')});")
+    checks.append(f"static_assert(MHC_ARRIVALS_NOT_AWAITED == {abi.RULES.index('arrivals-not-awaited')});")
     checks.append(f"static_assert(MHC_OOB_INDEX == {abi.RULES.index('oob-index')});")
-    checks.append(f"static_assert(MHC_MISALIGNED == {max(abi.KINDS)} && MHC_WARP_GREEDY == {len(abi.ORDERS) - 1});")
+    checks.append(f"static_assert(MHC_ARRIVALS == {max(abi.KINDS)} && MHC_WARP_GREEDY == {len(abi.ORDERS) - 1});")
     text = tmp_path / "layout.cpp"
     text.write_text("\n".join(checks))
     command = [*find_compiler().command, "-std=c++20", "-fsyntax-only", f"-I{HOST}", str(text)]

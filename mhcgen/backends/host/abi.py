@@ -7,8 +7,8 @@ import ctypes as c
 NONE = 0xFFFFFFFF
 
 READONLY, NEEDS_INIT, SHARED_STATIC, SHARED_DYNAMIC = 1, 2, 4, 8
-ACCESS_WRITE, ACCESS_ATOMIC = 1, 2
-WAIT_BLOCK, WAIT_WARP, WAIT_NAMED, WAIT_CLUSTER = 0, 1, 2, 3
+ACCESS_WRITE, ACCESS_ATOMIC, ACCESS_COPY, ACCESS_SEND = 1, 2, 4, 8
+WAIT_BLOCK, WAIT_WARP, WAIT_NAMED, WAIT_CLUSTER, WAIT_ARRIVALS = 0, 1, 2, 3, 4
 
 ORDERS = {"ascending": 0, "descending": 1, "random": 2, "warp-greedy": 3}
 
@@ -24,6 +24,8 @@ KINDS = {
     9: "stack",
     10: "trap",
     11: "misaligned",
+    12: "copy",
+    13: "arrivals",
 }
 
 RULES = (
@@ -55,6 +57,18 @@ RULES = (
     "oob-map",
     "deadlock-waiting",
     "deadlock-spinning",
+    "copy-in-flight",
+    "copy-memory",
+    "copy-not-awaited",
+    "arrivals-in-flight",
+    "arrivals-bytes",
+    "arrivals-twice",
+    "arrivals-too-many",
+    "arrivals-no-start",
+    "arrivals-unordered",
+    "arrivals-excess",
+    "arrivals-after-exit",
+    "arrivals-not-awaited",
 )
 
 SCOPES = ("", "same-warp", "across-warps", "across-blocks")

@@ -1,7 +1,7 @@
 // What to say when live threads remain and none can run.
 #pragma once
 
-#include "cluster.h"
+#include "arrivals.h"
 
 static bool same_wait(const Fiber* a, const Fiber* b) {
   if (a->state != b->state || line_of_wait(a) != line_of_wait(b)) return false;
@@ -30,6 +30,11 @@ static void list_waits(Cta* cta) {
       if (first->state == State::AtClusterBarrier) {
         row.kind = MHC_WAIT_CLUSTER;
         row.op = row.mask = 0;
+      } else if (first->state == State::AtCounter) {
+        const Counter& counter = cta->launch->counters->of[cta->rank][first->block_call.op];
+        row.kind = MHC_WAIT_ARRIVALS;
+        row.op = counter.expected - counter.arrived;
+        row.mask = counter.expected;
       } else if (first->state != State::InWarpOperation) {
         const bool named = first->state == State::AtNamedBarrier;
         row.kind = named ? MHC_WAIT_NAMED : MHC_WAIT_BLOCK;
@@ -52,6 +57,7 @@ static void report_absent_lanes(Cta* cta, unsigned warp) {
           other->warp_call.mask == waiting->warp_call.mask) {
         continue;
       }
+      if (other->state == State::AtCounter) continue;  // it may come yet; what it waits for is the fault
       MhcFinding finding = blank_finding(MHC_MASK, MHC_MASK_LANES_ABSENT);
       finding.mask = waiting->warp_call.mask;
       put_call(finding, 0, waiting, waiting->warp_call.line);

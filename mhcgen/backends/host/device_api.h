@@ -55,6 +55,14 @@ void mhc_rt_cluster_arrive(int release, int line);
 void mhc_rt_cluster_wait(int line);
 // Where the shared memory at `mine` lies in the block of this rank.
 void* mhc_rt_map_shared(void* mine, int rank, int line);
+// cp.async of 16 bytes to shared memory, and cp.async.wait_all: only then does the memory change.
+void mhc_rt_copy_async(void* to, const void* from, int line);
+void mhc_rt_copies_wait(void);
+// What arrives at a counter in shared memory (an mbarrier, st.async): the bytes a block expects; `bytes` of `value`
+// for the block of this rank, whose memory changes with the last byte it expects; the wait for that.
+void mhc_rt_arrivals_expect(unsigned long long* counter, int bytes, int line);
+void mhc_rt_send(void* to, unsigned long long value, unsigned bytes, unsigned long long* counter, int rank, int line);
+void mhc_rt_arrivals_wait(unsigned long long* counter, int line);
 void mhc_rt_copy(void* to, const void* from, unsigned long bytes);
 void mhc_rt_fill(void* to, int value, unsigned long bytes);
 void mhc_rt_yield(int line);

@@ -17,7 +17,7 @@ class Place:
     Args:
         block: linear block id, or None where it does not matter.
         thread: linear thread id in its block, or None.
-        action: `read`, `write`, `atomic`, or the name of a barrier or warp operation.
+        action: `read`, `write`, `atomic`, `copy`, `send`, or the name of a barrier or warp operation.
         file: name of the source, empty if unknown.
         line: 1-based, 0 if unknown.
         callers: lines of the calls that lead there, innermost first, where it lies in inlined functions.
@@ -47,7 +47,7 @@ class Finding:
 
     Args:
         kind: `race`, `uninit`, `oob`, `write-to-const`, `barrier`, `mask`, `shuffle`, `deadlock`, `stack`, `trap`,
-            `misaligned`.
+            `misaligned`, `copy`, `arrivals`.
         rule: the rule within the kind, e.g. `barrier-lines`; equals `kind` where that says it all.
         scope: of a race, `same-warp`, `across-warps` or `across-blocks`; else empty.
         buffer: parameter name, `shared NAME` or `dynamic shared`; empty where there is none.
@@ -130,8 +130,8 @@ class LaunchReport:
 
     Args:
         kernel, order, seed, race: what ran and how.
-        findings: empty if all is well. In plain mode only barrier, mask, shuffle, deadlock, guard-band, stack and
-            trap findings can occur; races, reads of unwritten memory and wild accesses need a race build.
+        findings: empty if all is well. In plain mode only barrier, mask, shuffle, deadlock, copy, arrivals,
+            guard-band, stack and trap findings can occur; races, reads of unwritten memory and wild accesses need a race build.
         completed: False if the launch was stopped (deadlock, trap, wild access); outputs then mean nothing.
         blocks_run: thread blocks that ran to their end.
         switches: changes of fiber, a measure of work.

@@ -38,6 +38,8 @@ enum MhcKind : uint32_t {
   MHC_STACK,
   MHC_TRAP,
   MHC_MISALIGNED,
+  MHC_COPY,
+  MHC_ARRIVALS,
 };
 
 // Which of several rules of one kind was broken; findings.py has the sentence for each.
@@ -70,11 +72,29 @@ enum MhcDetail : uint32_t {
   MHC_OOB_MAP,             // an address to be mapped to another block is no shared memory of this one; likewise
   MHC_DEADLOCK_WAITING,    // every live thread waits
   MHC_DEADLOCK_SPINNING,   // threads only yield (__nanosleep), nothing else happens
+  MHC_COPY_IN_FLIGHT,      // memory was touched that an asynchronous copy may be writing
+  MHC_COPY_MEMORY,         // a copy that does not go from global to own shared memory; the launch was stopped
+  MHC_COPY_NOT_AWAITED,    // a thread returned before its copies had landed
+  MHC_ARRIVALS_IN_FLIGHT,  // memory was touched that a value is being sent to
+  MHC_ARRIVALS_BYTES,      // a counter was told to expect a number of bytes that it cannot count; stopped
+  MHC_ARRIVALS_TWICE,      // a counter was initialised again
+  MHC_ARRIVALS_TOO_MANY,   // more counters than the executor keeps; the launch was stopped
+  MHC_ARRIVALS_NO_START,   // a send to, or a wait for, a counter that nobody initialised; the launch was stopped
+  MHC_ARRIVALS_UNORDERED,  // ... that is initialised, but nothing orders that before
+  MHC_ARRIVALS_EXCESS,     // more bytes than the counter expects
+  MHC_ARRIVALS_AFTER_EXIT,   // sent to a block that has ended
+  MHC_ARRIVALS_NOT_AWAITED,  // a block ended, and none of its threads waited for what was to arrive
 };
 
 enum MhcScope : uint32_t { MHC_NO_SCOPE, MHC_SAME_WARP, MHC_ACROSS_WARPS, MHC_ACROSS_BLOCKS };
 
-enum MhcAccessFlags : uint32_t { MHC_ACCESS_WRITE = 1, MHC_ACCESS_ATOMIC = 2 };
+enum MhcAccessFlags : uint32_t {
+  MHC_ACCESS_WRITE = 1,
+  MHC_ACCESS_ATOMIC = 2,
+  MHC_ACCESS_COPY = 4,     // a write of an asynchronous copy
+  MHC_ACCESS_SEND = 8,     // ... of a value sent to a counter
+  MHC_ACCESS_LANDED = 16,  // the copy is done
+};
 
 constexpr uint32_t MHC_NONE = 0xffffffffu;
 
@@ -95,10 +115,11 @@ struct MhcFinding {
   uint32_t owner;  // in a cluster, the block whose shared memory it is; else MHC_NONE
 };
 
-enum MhcWaitKind : uint32_t { MHC_WAIT_BLOCK, MHC_WAIT_WARP, MHC_WAIT_NAMED, MHC_WAIT_CLUSTER };
+enum MhcWaitKind : uint32_t { MHC_WAIT_BLOCK, MHC_WAIT_WARP, MHC_WAIT_NAMED, MHC_WAIT_CLUSTER, MHC_WAIT_ARRIVALS };
 
 // After a deadlock: which lanes of which warp wait where. For a named barrier, `op` is its number and `mask` the
-// count of threads it waits for. `block` is MHC_NONE where only one is alive.
+// count of threads it waits for; for a counter of arrivals, the bytes that are missing and those it expects. `block`
+// is MHC_NONE where only one is alive.
 struct MhcWait {
   uint32_t block, warp, lanes, kind, op, mask, line, pc;
 };

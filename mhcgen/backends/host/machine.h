@@ -20,8 +20,19 @@ struct Cta;
 struct Launch;
 struct Race;
 struct Clocks;
+struct HeldWrite;
+struct HeldChunk;
+struct Counters;
 
-enum class State : uint8_t { Ready, AtBlockBarrier, AtNamedBarrier, AtClusterBarrier, InWarpOperation, Done };
+enum class State : uint8_t {
+  Ready,
+  AtBlockBarrier,
+  AtNamedBarrier,
+  AtClusterBarrier,
+  AtCounter,
+  InWarpOperation,
+  Done,
+};
 
 struct WarpCall {
   unsigned op, mask, argument;
@@ -30,7 +41,7 @@ struct WarpCall {
 };
 
 struct BlockCall {
-  unsigned op;  // of a block barrier; the number of a named one
+  unsigned op;  // of a block barrier; the number of a named one, or of the counter of arrivals
   int predicate, line;
 };
 
@@ -59,6 +70,7 @@ struct Fiber {
   BlockCall block_call;
   WarpCall warp_call;
   Arrival arrival;  // at the cluster barrier, the latest
+  HeldWrite* copies;  // asynchronous ones that it has not waited for, the newest first
   uint64_t result;  // of the barrier or warp operation that let it go on
 
   unsigned lane() const { return linear % WARP; }
@@ -148,6 +160,12 @@ struct Cluster {
   unsigned char priority[MAX_CLUSTER];  // of ranks, for MHC_WARP_GREEDY
 };
 
+// Memory for writes that have not landed yet, reused within a launch.
+struct HeldPool {
+  HeldWrite* free;
+  HeldChunk* chunks;
+};
+
 struct Launch {
   MhcLaunch* request;
   ModuleMap module;
@@ -156,6 +174,8 @@ struct Launch {
   char* segments;  // memory of the segments of the cluster
   uint64_t segments_bytes;
   Race* race;            // null unless the module is instrumented
+  Counters* counters;    // null until the first one is initialised
+  HeldPool held;
   unsigned idle_yields;  // yields since anything else happened
   bool stopped;
   bool out_of_memory;

@@ -62,6 +62,27 @@ MHC_INLINE void mhc_host_cluster_wait(int line = __builtin_LINE()) { mhc_rt_clus
 MHC_INLINE void* mhc_host_map_shared_rank(void* mine, int rank, int line = __builtin_LINE()) {
   return mhc_rt_map_shared(mine, rank, line);
 }
+// 16 bytes from global to shared memory; they are there once this thread has waited for its copies.
+MHC_INLINE void mhc_host_copy_async(void* to_shared, const void* from_global, int line = __builtin_LINE()) {
+  mhc_rt_copy_async(to_shared, from_global, line);
+}
+MHC_INLINE void mhc_host_copies_wait() { mhc_rt_copies_wait(); }
+// One thread of a block says how many bytes will arrive there; a counter serves once in a launch.
+MHC_INLINE void mhc_host_arrivals_expect(unsigned long long* counter, int bytes, int line = __builtin_LINE()) {
+  mhc_rt_arrivals_expect(counter, bytes, line);
+}
+// To the same place in the block of this rank, where the same counter counts the bytes.
+MHC_INLINE void mhc_host_send(float* to, float value, unsigned long long* counter, int rank,
+                              int line = __builtin_LINE()) {
+  mhc_rt_send(to, __builtin_bit_cast(unsigned, value), sizeof value, counter, rank, line);
+}
+MHC_INLINE void mhc_host_send(double* to, double value, unsigned long long* counter, int rank,
+                              int line = __builtin_LINE()) {
+  mhc_rt_send(to, __builtin_bit_cast(unsigned long long, value), sizeof value, counter, rank, line);
+}
+MHC_INLINE void mhc_host_arrivals_wait(unsigned long long* counter, int line = __builtin_LINE()) {
+  mhc_rt_arrivals_wait(counter, line);
+}
 MHC_INLINE unsigned long long mhc_host_globaltimer() { return mhc_rt_nanoseconds(); }
 
 // One exported entry per kernel: unpacks void** by the kernel's own parameter types. The static_assert turns a

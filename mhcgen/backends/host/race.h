@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cluster_clocks.h"
+#include "counters.h"
 #include "module_map.h"
 #include "report.h"
 #include "scheduler.h"
@@ -41,7 +42,30 @@ static bool ordered_by_phases(const Access& earlier, const Fiber* now) {
   return earlier.epoch < known.epoch[rank] || earlier.step <= known.step[rank][earlier.thread];
 }
 
+static bool ordered_before(const Access& earlier, const Fiber* now);
+
+// A value that was sent is ordered before what comes after some wait for its counter, and nothing else.
+static bool awaited_before(const Access& sent, const Fiber* now) {
+  const Cta* cta = now->cta;
+  const unsigned number = sent.flags >> COUNTER_SHIFT;
+  const unsigned rank = number / Counters::PER_BLOCK;
+  const Counter& counter = cta->launch->counters->of[rank][number % Counters::PER_BLOCK];
+  if (rank == cta->rank && (counter.waiters[now->warp()] >> now->lane() & 1) != 0) return true;
+  NodePool& pool = cta->launch->race->pool;
+  for (uint32_t node = counter.waits; node != 0; node = pool.at(node).next) {
+    if (ordered_before(pool.at(node).access, now)) return true;
+  }
+  return false;
+}
+
+// A copy belongs to nobody, not even to its thread, until that has waited for it.
+static inline bool in_flight(const Access& access) {
+  return (access.flags & (MHC_ACCESS_COPY | MHC_ACCESS_LANDED)) == MHC_ACCESS_COPY;
+}
+
 static bool ordered_before(const Access& earlier, const Fiber* now) {
+  if ((earlier.flags & MHC_ACCESS_SEND) != 0) return awaited_before(earlier, now);
+  if (in_flight(earlier)) return false;
   const Cta* cta = now->cta;
   const Clocks& clocks = *cta->clocks;
   if (earlier.block == cta->serial) {
@@ -58,11 +82,13 @@ static bool ordered_before(const Access& earlier, const Fiber* now) {
 
 // ---- reports -------------------------------------------------------------------------------------------------
 
+constexpr unsigned ACCESS_SHOWN = MHC_ACCESS_WRITE | MHC_ACCESS_ATOMIC | MHC_ACCESS_COPY | MHC_ACCESS_SEND;
+
 static MhcFinding access_finding(MhcKind kind, MhcDetail detail, const Access& access, uint64_t size) {
   MhcFinding finding = blank_finding(kind, detail);
   put_thread(finding, 0, running);
   finding.pc[0] = access.pc;
-  finding.access[0] = access.flags;
+  finding.access[0] = access.flags & ACCESS_SHOWN;
   finding.size = static_cast<uint32_t>(size);
   return finding;
 }
@@ -81,13 +107,16 @@ static uint64_t linear_block(const MhcLaunch* request, uint32_t serial) {
 
 static void report_race(const Shadow& shadow, uint64_t cell, const Access& earlier, const Access& now) {
   Launch* launch = running->cta->launch;
-  MhcFinding finding = access_finding(MHC_RACE, MHC_NO_DETAIL, earlier, 1u << shadow.cell_bits);
+  const MhcDetail detail = (earlier.flags & MHC_ACCESS_SEND) != 0 ? MHC_ARRIVALS_IN_FLIGHT
+                           : in_flight(earlier)                  ? MHC_COPY_IN_FLIGHT
+                                                                 : MHC_NO_DETAIL;
+  MhcFinding finding = access_finding(MHC_RACE, detail, earlier, 1u << shadow.cell_bits);
   put_buffer(finding, shadow, cell << shadow.cell_bits);
   finding.block[0] = linear_block(launch->request, earlier.block);
   finding.thread[0] = earlier.thread;
   put_thread(finding, 1, running);
   finding.pc[1] = now.pc;
-  finding.access[1] = now.flags;
+  finding.access[1] = now.flags & ACCESS_SHOWN;
   finding.scope = earlier.block != now.block     ? MHC_ACROSS_BLOCKS
                   : earlier.warp() != now.warp() ? MHC_ACROSS_WARPS
                                                  : MHC_SAME_WARP;
@@ -206,6 +235,12 @@ static inline bool same_moment(const Access& a, const Access& b) {
   return a.block == b.block && a.thread == b.thread && a.epoch == b.epoch && a.step == b.step;
 }
 
+// `now` is the end of the copy that has been in flight since `earlier`.
+static inline bool lands(const Access& earlier, const Access& now) {
+  return (now.flags & MHC_ACCESS_LANDED) != 0 && in_flight(earlier) && earlier.block == now.block &&
+         earlier.thread == now.thread;
+}
+
 static void touch_cell(Race* race, Shadow& shadow, uint64_t index, const Access& now) {
   Cell& cell = shadow.cells[index];
   // Read again before anything else happened to the cell: a write would have removed the first read.
@@ -218,7 +253,8 @@ static void touch_cell(Race* race, Shadow& shadow, uint64_t index, const Access&
   const bool writes = is_write(now);
   const bool reads = !writes || (now.flags & MHC_ACCESS_ATOMIC) != 0;
   if (cell.write.block != 0) {
-    const bool harmless = both_atomic(cell.write, now) || ordered_before(cell.write, running);
+    const bool harmless =
+        both_atomic(cell.write, now) || lands(cell.write, now) || ordered_before(cell.write, running);
     if (!harmless) report_race(shadow, index, cell.write, now);
   } else if (reads && (shadow.owner != nullptr || (shadow.region->flags & MHC_NEEDS_INIT) != 0)) {
     MhcFinding finding = access_finding(MHC_UNINIT, MHC_NO_DETAIL, now, 1u << shadow.cell_bits);
@@ -355,6 +391,16 @@ static void count_access(MhcRegion* region, uint64_t offset, uint64_t size, bool
   for (uint64_t i = offset / region->element; i <= (offset + size - 1) / region->element; ++i) ++counts[i];
 }
 
+static Access access_of(const Fiber* fiber, unsigned flags, uint32_t pc) {
+  const Cta* cta = fiber->cta;
+  return {cta->serial,
+          cta->epoch,
+          cta->clocks->step(fiber->warp(), fiber->lane()),
+          pc,
+          static_cast<uint16_t>(fiber->linear),
+          static_cast<uint16_t>(flags)};
+}
+
 static void note_access(void* pointer, uint64_t size, unsigned flags, const void* pc) {
   if (running == nullptr || size == 0) return;
   Launch* launch = running->cta->launch;
@@ -363,12 +409,7 @@ static void note_access(void* pointer, uint64_t size, unsigned flags, const void
   const uint64_t address = reinterpret_cast<uint64_t>(pointer);
   if (address >= race->stacks_low && address < race->stacks_high) return;
   const Fiber* self = running;
-  const Access now = {self->cta->serial,
-                      self->cta->epoch,
-                      self->cta->clocks->step(self->warp(), self->lane()),
-                      module_offset(launch, pc),
-                      static_cast<uint16_t>(self->linear),
-                      static_cast<uint16_t>(flags)};
+  const Access now = access_of(self, flags, module_offset(launch, pc));
   Shadow* shadow = find_shadow(race, address);
   if (shadow == nullptr) {
     note_stray_access(launch, address, size, now);
@@ -381,7 +422,9 @@ static void note_access(void* pointer, uint64_t size, unsigned flags, const void
     record(launch, finding);
     return;
   }
-  if (shadow->owner != nullptr && shadow->owner != self->cta) note_remote(race, *shadow, offset, now);
+  // A counter, not cluster barriers, says when a block may be sent values: arrivals.h.
+  const bool remote = shadow->owner != nullptr && shadow->owner != self->cta;
+  if (remote && (flags & MHC_ACCESS_SEND) == 0) note_remote(race, *shadow, offset, now);
   const bool writes = (flags & MHC_ACCESS_WRITE) != 0;
   if (shadow->region->loads != nullptr) count_access(shadow->region, offset, size, writes);
   if ((shadow->region->flags & MHC_READONLY) != 0) {

@@ -41,6 +41,18 @@ _SENTENCES = {
     "oob-map": "the address is no shared memory of this block and cannot be mapped; the launch was stopped",
     "deadlock-waiting": "{value} live threads all wait",
     "deadlock-spinning": "threads only yield in __nanosleep and nothing else happens: a wait that cannot end",
+    "copy-in-flight": "an asynchronous copy may still be writing there: its thread has not waited for it",
+    "copy-memory": "an asynchronous copy goes from global to shared memory of its block; the launch was stopped",
+    "copy-not-awaited": "a thread returns before its asynchronous copies are done; it never waits for {value} of them",
+    "arrivals-in-flight": "no wait for its counter orders the value that is sent before the other access",
+    "arrivals-bytes": "a counter of arrivals cannot expect {signed} bytes; the launch was stopped",
+    "arrivals-twice": "the counter of arrivals is initialised again; it serves once in a launch",
+    "arrivals-too-many": "the executor keeps {value} counters of arrivals a block; the launch was stopped",
+    "arrivals-no-start": "nobody has said how many bytes the counter of block {value} expects; the launch was stopped",
+    "arrivals-unordered": "no barrier orders this after the initialisation of the counter",
+    "arrivals-excess": "more bytes are sent than the {value} that the counter expects",
+    "arrivals-after-exit": "a value is sent to block {value}, all of whose threads have returned",
+    "arrivals-not-awaited": "a block ends and none of its threads has waited for the {value} bytes that it expects",
     "misaligned": "the address of an access is no multiple of {value}; the launch was stopped before it",
     "stack": "the thread used more stack than the executor gives it",
     "trap": "the kernel called __trap",
@@ -49,6 +61,7 @@ _SENTENCES = {
 
 _OF_MEMORY = ("race", "uninit", "oob", "write-to-const")
 _OF_NO_ACCESS = ("oob-index", "oob-rank", "oob-map")
+_ACTIONS = {abi.ACCESS_COPY: "copy", abi.ACCESS_SEND: "send", abi.ACCESS_ATOMIC: "atomic", abi.ACCESS_WRITE: "write"}
 
 
 class Renderer:
@@ -102,7 +115,7 @@ class Renderer:
         action = ""
         if kind in _OF_MEMORY and abi.RULES[record.detail] not in _OF_NO_ACCESS:
             flags = record.access[side]
-            action = "atomic" if flags & abi.ACCESS_ATOMIC else "write" if flags & abi.ACCESS_WRITE else "read"
+            action = next((name for bit, name in _ACTIONS.items() if flags & bit), "read")
         file, line, callers = self._source(pc, line)
         return Place(record.block[side], thread, action, file, line, callers)
 
@@ -166,6 +179,8 @@ def _call(kind: int, op: int, mask: int) -> str:
         return f"bar.sync {op}, {mask}"
     if kind == abi.WAIT_CLUSTER:
         return "barrier.cluster.wait"
+    if kind == abi.WAIT_ARRIVALS:
+        return f"mhc_host_arrivals_wait ({op} of {mask} bytes are missing)"
     return f"{abi.WARP_OPS[op]}({mask:#010x})"
 
 

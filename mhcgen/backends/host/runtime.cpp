@@ -4,6 +4,7 @@
 #include <math.h>
 #include <time.h>
 
+#include "copies.h"
 #include "deadlock.h"
 #include "module_map.h"
 #include "sanitizer_calls.h"
@@ -47,6 +48,29 @@ extern "C" void mhc_rt_cluster_wait(int line) {
 extern "C" void* mhc_rt_map_shared(void* mine, int rank, int line) {
   MHC_NOTE_CALL_SITE();
   return map_shared(mine, rank, line);
+}
+
+extern "C" void mhc_rt_copy_async(void* to, const void* from, int line) {
+  MHC_NOTE_CALL_SITE();
+  copy_async(to, from, line, __builtin_return_address(0));
+}
+
+extern "C" void mhc_rt_copies_wait(void) { wait_for_copies(running); }
+
+extern "C" void mhc_rt_arrivals_expect(unsigned long long* counter, int bytes, int line) {
+  MHC_NOTE_CALL_SITE();
+  expect_arrivals(counter, bytes, line, __builtin_return_address(0));
+}
+
+extern "C" void mhc_rt_send(void* to, unsigned long long value, unsigned bytes, unsigned long long* counter, int rank,
+                            int line) {
+  MHC_NOTE_CALL_SITE();
+  send(to, value, bytes, counter, rank, line, __builtin_return_address(0));
+}
+
+extern "C" void mhc_rt_arrivals_wait(unsigned long long* counter, int line) {
+  MHC_NOTE_CALL_SITE();
+  wait_for_arrivals(counter, line);
 }
 
 extern "C" void mhc_rt_copy(void* to, const void* from, unsigned long bytes) {
@@ -194,6 +218,7 @@ static void end_block(Cta* cta) {
   const Launch* launch = cta->launch;
   cta->ended = true;
   check_shared_guards(cta);
+  check_awaited(cta);
   if (launch->cluster.size == 1) return;
   if (launch->race != nullptr) check_remote_accesses(launch->race, cta);
   poison_shared(launch->module, cta->shared, launch->request->dynamic_shared);  // what others read too late is lost
@@ -211,6 +236,7 @@ static void begin_cluster(Launch* launch, uint64_t first) {
   for (unsigned rank = 0; rank < cluster.size; ++rank) cluster.priority[rank] = static_cast<unsigned char>(rank);
   launch->idle_yields = 0;
   if (launch->race != nullptr) reset_cluster_clocks(&launch->race->cluster);
+  reset_counters(launch);
   for (unsigned rank = 0; rank < cluster.size; ++rank) {
     cluster.ctas[rank].serial = cluster.first_serial + rank;
     begin_block(&cluster.ctas[rank], request->blocks != nullptr ? request->blocks[first + rank] : first + rank);
@@ -258,6 +284,8 @@ extern "C" void mhc_rt_close(OpenLaunch* open) {
   Launch* launch = &open->launch;
   const uint64_t size = cluster_size(launch->request);
   end_race(launch);
+  release_held(launch);
+  unmap_pages(launch->counters, sizeof(Counters));
   unmap_pages(launch->segments, launch->segments_bytes);
   unmap_pages(open->fibers, size * threads_of(launch->request) * sizeof(Fiber));
   unmap_pages(open->ctas, size * sizeof(Cta));

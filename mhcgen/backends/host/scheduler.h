@@ -201,6 +201,7 @@ static void prepare_fiber(Cta* cta, unsigned linear) {
   fiber->cta = cta;
   fiber->linear = linear;
   fiber->arrival = {};
+  fiber->copies = nullptr;
   fiber->index = {linear % shape.x, linear / shape.x % shape.y, linear / shape.x / shape.y};
   char* stack = stack_of(cta, linear);
   uint64_t* canary = reinterpret_cast<uint64_t*>(stack);

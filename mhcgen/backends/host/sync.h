@@ -11,7 +11,8 @@ static int line_of_wait(const Fiber* fiber) {
   switch (fiber->state) {
     case State::AtBlockBarrier:
     case State::AtNamedBarrier:
-    case State::AtClusterBarrier: return fiber->block_call.line;
+    case State::AtClusterBarrier:
+    case State::AtCounter: return fiber->block_call.line;
     case State::InWarpOperation: return fiber->warp_call.line;
     default: return 0;
   }
@@ -253,12 +254,14 @@ static uint64_t sync_warp(const WarpCall& call) {
 
 // ---- the end of a thread, and of hope ------------------------------------------------------------------------
 
-static void leave_cluster(Fiber* fiber);  // cluster.h
+static void leave_cluster(Fiber* fiber);   // cluster.h
+static void report_copies(Fiber* fiber);  // copies.h
 
 static void thread_ended(Fiber* fiber) {
   Cta* cta = fiber->cta;
   const unsigned warp = fiber->warp();
   cta->launch->idle_yields = 0;
+  if (fiber->copies != nullptr) report_copies(fiber);
   make_waiting(fiber, State::Done);
   cta->warps[warp].live &= ~(1u << fiber->lane());
   --cta->live;

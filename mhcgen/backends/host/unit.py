@@ -54,7 +54,7 @@ def dynamic_shared_names(source: str) -> tuple[str, ...]:
 
 def uses_clusters(source: str) -> bool:
     """Whether an emission knows of clusters at all."""
-    return "mhc_host_cluster_" in source or "mhc_host_map_shared_rank" in source
+    return any(f"mhc_host_{name}" in source for name in ("cluster_", "map_shared_rank", "send"))
 
 
 def launch_bound(source: str, kernel: str) -> int | None:
