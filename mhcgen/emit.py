@@ -118,7 +118,7 @@ def _count(kernel: EmitKernel, text: str) -> None:
         "warp": text.count("__syncwarp("),
         "data": text.count("mhc_sync_data("),
         "block": text.count("__syncthreads("),
-        "cluster": text.count("mhc_cluster_sync("),
+        "arrival": text.count("mhc_arrivals_wait("),
     }
     shared = len(re.findall(r"__shared__ ", text))
     if have != dict(kernel.expected) or shared != len(kernel.buffers):

@@ -62,9 +62,12 @@ _COMMON_BEFORE = (
     ("mhc_reciprocal", "reciprocal"),
     ("mhc_bounded_quotient", "bounded_quotient"),
     ("mhc_cluster_arrive", "cluster_barrier"),
-    ("mhc_cluster_arrive_relaxed", "cluster_barrier"),
     ("mhc_cluster_wait", "cluster_barrier"),
-    ("mhc_cluster_sync", "cluster_barrier"),
+    ("mhc_arrivals_expect", "arrivals_expect"),
+    ("mhc_arrivals_wait", "arrivals_wait"),
+    ("mhc_send", "send"),
+    ("mhc_copy_async", "copy_async"),
+    ("mhc_copies_wait", "copies_wait"),
 )
 #: name -> template stem; `_ieee` or `_fast` is appended.
 _BY_SET = (
@@ -96,7 +99,6 @@ _COMMON_AFTER = tuple(
         "potential",
         "sync_data",
         "stamp",
-        "at_rank",
         "amax",
         "inverse_scale",
         "scale_q8",

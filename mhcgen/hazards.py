@@ -13,8 +13,8 @@ from functools import partial
 from mhcgen.log import Hazard
 from mhcgen.plan import Access, Kernel, Loop, Node, Step, Sync, edit_sync, walk
 
-#: Barrier scopes, weakest first.
-STRENGTH = {"warp": 0, "data": 1, "block": 2, "cluster": 3}
+#: Scopes of hazards, weakest first; nothing is emitted that orders the last one.
+STRENGTH = {"warp": 0, "data": 1, "block": 2, "arrival": 3, "cluster": 4}
 
 
 @dataclass(frozen=True)
@@ -109,16 +109,13 @@ def _walk(
             out.append(inner)
         else:
             needed = _needed(kernel, node, pending)
-            if needed and insert:
-                barrier = _barrier(needed, at_least)
-                if out and isinstance(out[-1], Sync):
-                    merged = _merge(out[-1], barrier)
-                    out[-1] = barrier = merged
-                else:
+            bare.extend(hazard for hazard, _ in needed if not insert or hazard.scope == "cluster")
+            if insert:
+                for barrier in _barriers(needed, at_least):
+                    if out and isinstance(out[-1], Sync) and "arrival" not in (out[-1].scope, barrier.scope):
+                        barrier = _merge(out.pop(), barrier)  # type: ignore[arg-type]
                     out.append(barrier)
-                pending = tuple(_pass(p, barrier) for p in pending)
-            elif needed:
-                bare.extend(hazard for hazard, _ in needed)
+                    pending = tuple(_pass(p, barrier) for p in pending)
             pending = (*_forget(pending, node), *(Pending(node.name, node.team, a) for a in node.accesses))
             out.append(node)
     return Walk(tuple(out), pending, tuple(bare))
@@ -155,7 +152,9 @@ def _needed(kernel: Kernel, step: Step, pending: tuple[Pending, ...]) -> list[tu
             if kind is None:
                 continue
             scope, team = scope_between(kernel, earlier.team, step.team)
-            if earlier.access.remote or access.remote:
+            if earlier.access.remote and kind == "RAW" and not access.remote:
+                scope, team = "arrival", step.team  # what is sent is counted: its readers wait for it, nobody else
+            elif earlier.access.remote or access.remote:
                 scope, team = "cluster", "all"
             if any(_covers(passed, scope, team) for passed in earlier.passed):
                 continue
@@ -166,23 +165,39 @@ def _needed(kernel: Kernel, step: Step, pending: tuple[Pending, ...]) -> list[tu
 
 def _covers(passed: tuple[str, str], scope: str, team: str) -> bool:
     have, joined = passed
-    if have == "cluster":
-        return True
+    if have == "arrival" or scope == "arrival":
+        return have == scope and joined in (team, "data" if team == "gate" else team)
     if have == "block":
-        return scope != "cluster"
+        return STRENGTH[scope] <= STRENGTH["block"]
     if have == "data":
         return scope == "data" or (scope == "warp" and team == "data")
     return scope == "warp" and joined == team
 
 
 def _pass(pending: Pending, sync: Sync) -> Pending:
+    if sync.scope == "arrival" and not (pending.access.remote and pending.access.buffer == sync.buffer):
+        return pending  # it orders what was sent into its buffer, and nothing else
     return replace(pending, passed=pending.passed | {(sync.scope, sync.team)})
+
+
+def _barriers(needed: list[tuple[Hazard, str]], at_least: str) -> list[Sync]:
+    """One barrier for what needs one, then a wait for each buffer that others send into.
+
+    Hazards between blocks that counting cannot order stay bare: a buffer is sent into once.
+    """
+    sent = [(hazard, team) for hazard, team in needed if hazard.scope == "arrival"]
+    others = [(hazard, team) for hazard, team in needed if STRENGTH[hazard.scope] < STRENGTH["arrival"]]
+    found = [_barrier(others, at_least)] if others else []
+    for buffer, team in dict.fromkeys((hazard.buffer, team) for hazard, team in sent):
+        because = tuple(hazard for hazard, t in sent if (hazard.buffer, t) == (buffer, team))
+        found.append(Sync("arrival", team, because, buffer))
+    return found
 
 
 def _barrier(needed: list[tuple[Hazard, str]], at_least: str) -> Sync:
     scope, team = max(((hazard.scope, team) for hazard, team in needed), key=lambda pair: STRENGTH[pair[0]])
     teams = {t for _, t in needed}
-    if scope != "cluster" and (STRENGTH[at_least] > STRENGTH[scope] or len(teams) > 1):
+    if STRENGTH[at_least] > STRENGTH[scope] or len(teams) > 1:
         scope, team = "block", "all"
     return Sync(scope, team, tuple(hazard for hazard, _ in needed))
 

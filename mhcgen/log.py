@@ -81,7 +81,7 @@ class Hazard:
         first: the step that must come first.
         second: the step that must wait.
         scope: the smallest group of threads that holds every pair of conflicting threads:
-            `warp`, `block` or `cluster`.
+            `warp`, `data`, `block`, `arrival` (readers of what other blocks send) or `cluster`.
         carried: the second access belongs to the next iteration of a loop.
     """
 

@@ -7,7 +7,7 @@ into text.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,8 @@ from mhcgen.errors import InternalError
 from mhcgen.functions import CTYPES, INCLUDES, Function, functions
 from mhcgen.ir import Tensor
 from mhcgen.log import Hazard
-from mhcgen.plan import Declare, Kernel, Loop, Node, Plan, Step, Sync, walk
-from mhcgen.steps.context import identifier
+from mhcgen.plan import Declare, Kernel, Loop, Node, Plan, Step, Sync
+from mhcgen.steps.context import arrivals_of, identifier
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ def _kernel(plan: Plan, kernel: Kernel) -> EmitKernel:
         rows=tuple(rows),
         buffers=tuple(
             {
-                "ctype": CTYPES.get(b.ctype, b.ctype),
+                "ctype": {**CTYPES, "arrivals": "unsigned long long"}.get(b.ctype, b.ctype),
                 "name": b.name,
                 "count": b.count,
                 "align": "__align__(16) " if b.count > 1 else "",
@@ -199,7 +199,7 @@ def _kernel(plan: Plan, kernel: Kernel) -> EmitKernel:
         declarations=tuple(
             EmitItem(f"registers/{name}.cu.j2", {k: _literal(v) for k, v in fields}) for name, fields in declared
         ),
-        body=_items(kernel, _split_cluster_syncs(kernel)),
+        body=_items(kernel, kernel.body),
         signature=sign,
         expected=_expected(kernel),
     )
@@ -278,46 +278,10 @@ def _indexes(plan: Plan, kernel: Kernel) -> tuple[str, ...]:
 
 def _expected(kernel: Kernel) -> dict[str, int]:
     """What the text must contain, counted again after rendering."""
-    counts = {"warp": 0, "data": 0, "block": 0, "cluster": 0}
+    counts = {"warp": 0, "data": 0, "block": 0, "arrival": 0}
     for sync in kernel.syncs():
         counts[sync.scope] += 1
     return counts
-
-
-def _split_cluster_syncs(kernel: Kernel) -> tuple[Node, ...]:
-    """Mark cluster barriers at which the warp of the mixes need not wait: it reads nothing written by others."""
-    body = list(kernel.body)
-    waiting = False
-    for at, node in enumerate(body):
-        if not isinstance(node, Sync) or node.scope != "cluster":
-            continue
-        later = [s for n in body[at:] for s in walk((n,)) if isinstance(s, Step) and s.team in ("mix", "all")]
-        if not any(a.buffer.startswith("s_") and not a.own for step in later for a in step.accesses):
-            body[at] = replace(node, team="again" if waiting else "split")
-            if waiting:
-                _defer(body, at)
-            waiting = True
-    return tuple(body)
-
-
-#: Iterations of the Sinkhorn after which its warp joins the second barrier: about when the data warps get there.
-JOIN_AFTER = 6
-
-
-def _defer(body: list[Node], at: int) -> None:
-    """Let the Sinkhorn's warp join the barrier from within its loop, if it has one that surely gets that far."""
-    for index in range(at + 1, len(body)):
-        loop = body[index]
-        if isinstance(loop, Sync) and loop.scope == "cluster":
-            return
-        if isinstance(loop, Loop):
-            stops = any(isinstance(s, Step) and s.template.startswith("stationary") for s in walk((loop,)))
-            if _role(loop) == "mix" and not stops:
-                sync = body[at]
-                assert isinstance(sync, Sync)
-                body[at] = replace(sync, team="deferred")
-                body[index] = replace(loop, join=min(loop.count - 1, JOIN_AFTER))
-            return
 
 
 # ---- body -------------------------------------------------------------------------------------------
@@ -336,8 +300,6 @@ def _items(kernel: Kernel, body: tuple[Node, ...]) -> tuple[EmitItem, ...]:
 
 
 def _role(node: Node) -> str:
-    if isinstance(node, Sync) and node.scope == "cluster":
-        return "all"
     if isinstance(node, Loop):
         roles = {_role(inner) for inner in node.body}
         return roles.pop() if len(roles) == 1 else "all"
@@ -365,19 +327,13 @@ def _item(kernel: Kernel, node: Node, bare: bool) -> EmitItem:
         because = "; ".join(_hazard(h) for h in node.because)
         if node.scope == "data":
             return EmitItem("guards/sync_data.cu.j2", {"threads": 32 * kernel.data_warps, "because": because})
-        if node.team in ("split", "again", "deferred"):
-            # The warp of the mixes publishes something only if a hazard starts with a step of its own.
-            mine = {step.name for step in kernel.steps() if step.team == "mix"}
-            relaxed = "" if any(h.first in mine for h in node.because) else "_relaxed"
-            fields = {"warp": kernel.mix_warp, "because": because, "arrive": f"mhc_cluster_arrive{relaxed}"}
-            return EmitItem(f"guards/sync_cluster_{node.team}.cu.j2", fields)
+        if node.scope == "arrival":
+            return EmitItem("guards/sync_arrival.cu.j2", {"counter": arrivals_of(node.buffer), "because": because})
         return EmitItem(f"guards/sync_{node.scope}.cu.j2", {"because": because})
     if isinstance(node, Loop):
         # A loop that all threads run holds its own guards; a team's loop is already inside one.
         inner = _items(kernel, node.body) if bare else tuple(_item(kernel, n, bare=False) for n in node.body)
         head: dict[str, Any] = {"index": "iteration", "count": node.count, "comment": node.name}
-        if node.join >= 0:
-            return EmitItem("guards/loop_joining.cu.j2", {**head, "join": node.join}, inner)
         return EmitItem("guards/loop.cu.j2", head, inner)
     return EmitItem(
         "guards/step.cu.j2",

@@ -126,7 +126,8 @@ class Buffer:
 
     Args:
         name: its name in the text, `s_...`.
-        ctype: `float`, `double`, `int`, or a dtype name of mhcgen.ir for streams.
+        ctype: `float`, `double`, `int`, a dtype name of mhcgen.ir for streams, or `arrivals` for a counter of what
+            other blocks send.
         count: number of elements.
     """
 
@@ -137,7 +138,7 @@ class Buffer:
     @property
     def nbytes(self) -> int:
         """Bytes it takes."""
-        return self.count * {"float": 4, "double": 8, "int": 4, "fp32": 4, "bf16": 2, "fp16": 2}[self.ctype]
+        return self.count * {"float": 4, "double": 8, "int": 4, "fp32": 4, "bf16": 2, "fp16": 2, "arrivals": 8}[self.ctype]
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ class Access:
         buffer: shared buffer, or `global:<tensor>` for a tensor written and read in one kernel.
         write: whether it writes.
         own: each thread touches only elements no other thread of the kernel touches.
-        remote: it touches the buffer of other blocks of the cluster.
+        remote: it touches the buffer of other blocks of the cluster; what it writes there is counted as it arrives.
     """
 
     buffer: str
@@ -196,13 +197,11 @@ class Loop:
         name: unique in the kernel.
         count: times it runs.
         body: its contents.
-        join: iteration before which its warp joins the cluster barrier it left earlier; -1 for none.
     """
 
     name: str
     count: int
     body: tuple[Node, ...]
-    join: int = -1
 
 
 @dataclass(frozen=True)
@@ -210,14 +209,17 @@ class Sync:
     """A barrier and the hazards it covers.
 
     Args:
-        scope: `warp`, `data` (the data warps, where the mix work has a warp of its own), `block` or `cluster`.
-        team: who joins it: `mix`, `data` or `all`.
+        scope: `warp`, `data` (the data warps, where the mix work has a warp of its own), `block`, or `arrival` (a
+            team waits until everything that other blocks send into a buffer has come; nobody else waits).
+        team: who joins it, or waits: `mix`, `gate`, `data` or `all`.
         because: the hazards; a barrier without one is never emitted.
+        buffer: of an `arrival`, the buffer that is waited for; empty elsewhere.
     """
 
     scope: str
     team: str
     because: tuple[Hazard, ...]
+    buffer: str = ""
 
 
 Node = Step | Loop | Sync

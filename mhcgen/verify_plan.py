@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from mhcgen.errors import ProgramError
 from mhcgen.hazards import STRENGTH, walk_hazards
 from mhcgen.passes.fuse import OPAQUE_KINDS
-from mhcgen.plan import Plan
+from mhcgen.plan import Plan, Step, walk
 
 Rule = Callable[[Plan], Iterator[str]]
 
@@ -65,7 +65,8 @@ def no_hazard_is_bare(plan: Plan) -> Iterator[str]:
     """After sync: every pair of conflicting accesses has a strong enough barrier between."""
     for kernel in plan.kernels:
         for hazard in walk_hazards(kernel, kernel.body, insert=False).bare:
-            yield f"{kernel.name}: {hazard} needs a {hazard.scope} barrier and has none"
+            what = "wait for what is sent" if hazard.scope == "arrival" else f"{hazard.scope} barrier"
+            yield f"{kernel.name}: {hazard} needs a {what} and has none"
 
 
 def every_barrier_has_a_reason(plan: Plan) -> Iterator[str]:
@@ -95,6 +96,22 @@ def nothing_of_a_predecessor_is_read_before_the_wait(plan: Plan) -> Iterator[str
                 yield f"{kernel.name}: {step.name} runs before the wait and is not bound to parameters"
 
 
+def nothing_is_sent_before_every_block_has_started(plan: Plan) -> Iterator[str]:
+    """After place: a cluster's blocks arrive once and wait once, and no step sends before that wait."""
+    for kernel in plan.kernels:
+        if kernel.cluster == 1:
+            continue
+        nodes = list(walk(kernel.body))
+        templates = [node.template if isinstance(node, Step) else "" for node in nodes]
+        if templates.count("cluster_arrive") != 1 or templates.count("cluster_wait") != 1:
+            yield f"{kernel.name}: the arrival of its blocks and the wait for it do not come as a pair"
+            continue
+        started = templates.index("cluster_wait")
+        for node in nodes[:started]:
+            if isinstance(node, Step) and any(access.remote for access in node.accesses):
+                yield f"{kernel.name}: {node.name} sends before every block has started"
+
+
 RULES: dict[str, tuple[Rule, ...]] = {
     "fuse": (every_stage_has_one_kernel, kernel_names_are_unique),
     "place": (
@@ -102,6 +119,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         threads_own_every_column,
         buffers_are_declared,
         nothing_of_a_predecessor_is_read_before_the_wait,
+        nothing_is_sent_before_every_block_has_started,
     ),
     "sync": (no_hazard_is_bare, every_barrier_has_a_reason),
     "stamp": (),

@@ -94,10 +94,14 @@ def _programs() -> Iterator[tuple[str, Program, dict[str, Any]]]:
     for dtype in ("fp32", "bf16", "fp16"):
         made = mhcgen.build(hidden=1024, dtype=dtype, scope="boundary", **FULL)
         yield f"cluster boundary {dtype}", made, {"fuse": "boundary", "cluster": 4}
+        yield f"cluster boundary {dtype}, by element", made, {"fuse": "boundary", "cluster": 4, "scalar": True}
         made = mhcgen.build(hidden=1024, dtype=dtype, projection="fma", functions="fast")
         yield f"cluster {dtype}", made, {"fuse": "pre", "cluster": 4, "stamps": True}
+        yield f"cluster {dtype}, by element", made, {"fuse": "pre", "cluster": 4, "scalar": True}
     made = mhcgen.build(hidden=1024, projection="fma", norm=True, early_stop=True)
     yield "cluster with early stop", made, {"fuse": "pre-norm", "cluster": 4}
+    made = mhcgen.build(model="deepseek-v4.1", hidden=1024, projection="fma", norm=True)
+    yield "cluster that norms before it projects", made, {"fuse": "pre-norm", "cluster": 4}
     made = program(stage("project"), *chain(), stage("norm"), n=4, hidden=1024)
     yield "cluster without a weight", made, {"fuse": "+".join(s.name for s in made.stages), "cluster": 4}
     for comb, kind in sorted(COMB_KINDS.items()):

@@ -314,6 +314,13 @@ def dependent(edit: Callable[[tuple[Node, ...]], tuple[Node, ...]]) -> Plan:
     return made.with_kernel(0, replace(made.kernels[0], body=edit(made.kernels[0].body)))
 
 
+def on_a_cluster(edit: Callable[[tuple[Node, ...]], tuple[Node, ...]]) -> Plan:
+    """A Plan for a cluster of blocks with another body."""
+    made = mhcgen.compile(mhcgen.build(hidden=1024, projection="fma"), "pre", cluster=4)
+    return made.with_kernel(0, replace(made.kernels[0], body=edit(made.kernels[0].body)))
+
+
+CLUSTER = "mhc_project_rowsq_gates_sinkhorn_collapse"
 WORK = next(step for step in GOOD.kernels[0].steps() if step.name == "collapse.columns")
 NAME = "mhc_rowsq_gates_sinkhorn_collapse"
 HAZARD = Hazard("RAW", "s_pre", "a", "b", "block")
@@ -351,10 +358,28 @@ BROKEN_PLANS: dict[str, list[tuple[Plan, str]]] = {
             f"{NAME}: collapse.columns runs before the wait and is not bound to parameters",
         ),
     ],
+    "nothing_is_sent_before_every_block_has_started": [
+        (
+            on_a_cluster(lambda body: tuple(n for n in body if not is_step(n, "cluster_wait"))),
+            f"{CLUSTER}: the arrival of its blocks and the wait for it do not come as a pair",
+        ),
+        (
+            on_a_cluster(lambda body: tuple(sorted(body, key=lambda node: is_step(node, "cluster_wait")))),
+            f"{CLUSTER}: project.dots sends before every block has started",
+        ),
+    ],
     "no_hazard_is_bare": [
         (
             without_barriers(),
             f"{NAME}: RAW s_pre: gates.strided -> collapse.columns needs a block barrier and has none",
+        ),
+        (
+            on_a_cluster(lambda body: tuple(n for n in body if not (isinstance(n, Sync) and n.team == "gate"))),
+            f"{CLUSTER}: RAW s_mixes_ranks: project.dots -> gates.pre needs a wait for what is sent and has none",
+        ),
+        (
+            on_a_cluster(lambda body: (*body, next(n for n in body if is_step(n, "cluster_project_dots")))),
+            f"{CLUSTER}: WAR s_mixes_ranks: gates.pre -> project.dots needs a cluster barrier and has none",
         ),
     ],
     "every_barrier_has_a_reason": [

@@ -37,11 +37,13 @@ from mhcgen.verify_plan import verify_plan
 TOKENS = 2
 
 #: The next weaker scope of a barrier that all threads join.
-_WEAKER = {"cluster": "block", "block": "warp", "data": "warp"}
+_WEAKER = {"block": "warp", "data": "warp"}
 
 
 def weakest(kernel: Kernel, sync: Sync) -> Sync:
     """The barrier at the weakest scope that covers all its hazards."""
+    if sync.scope == "arrival":
+        return sync
     teams = {step.name: step.team for step in kernel.steps()}
     scope = max((hazard.scope for hazard in sync.because), key=STRENGTH.__getitem__)
     joining = {scope_between(kernel, teams[h.first], teams[h.second])[1] for h in sync.because}
@@ -51,8 +53,9 @@ def weakest(kernel: Kernel, sync: Sync) -> Sync:
 
 
 def one_step_weaker(kernel: Kernel, sync: Sync) -> Sync | None:
-    """cluster -> block -> data -> warp; None for a warp barrier, and where the hazards need no more than that."""
-    if sync.scope == "warp":
+    """block -> data -> warp; None for a warp barrier, for a wait for what is sent (no barrier of a block
+    orders that), and where the hazards need no more."""
+    if sync.scope in ("warp", "arrival"):
         return None
     if sync.scope == "block" and kernel.own_mix_warp:
         weaker = Sync("data", "data", sync.because)

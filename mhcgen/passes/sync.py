@@ -6,7 +6,8 @@ reduce reads  s_logits         ->      __syncwarp();   // RAW s_logits: map -> r
                                        reduce
 ```
 Nothing where each thread reads only what it wrote; `__syncwarp()` where one warp holds every access; the named
-barrier of the data warps where the mix work has a warp of its own; `__syncthreads()` otherwise. It refuses
+barrier of the data warps where the mix work has a warp of its own; `__syncthreads()` otherwise. Between blocks of
+a cluster the readers wait until all that is sent to them has been counted, and no other thread waits. It refuses
 nothing: an order can always be had.
 
 Deliberately not done here: moving steps to need fewer barriers; the order of steps is place's.
@@ -40,7 +41,7 @@ PRIMITIVE = {
     "warp": "__syncwarp()",
     "data": "barrier of the data warps",
     "block": "__syncthreads()",
-    "cluster": "cluster barrier",
+    "arrival": "wait for what is sent",
 }
 
 
@@ -77,7 +78,7 @@ def _explain(plan: Plan, kernel: Kernel) -> list[LogEntry]:
             "warp": "every access is in one warp",
             "data": "only data warps touch it, and the mix warp must not be kept waiting",
             "block": "the accesses cross warps",
-            "cluster": "the accesses cross blocks of the cluster",
+            "arrival": "other blocks of the cluster send it, and only its readers need to wait",
         }[weakest]
         if weakest != barrier.scope:
             because = f"asked for ({PRIMITIVE[weakest]} would do: {because})"

@@ -101,5 +101,5 @@ def _expand_cluster(plan: Plan, kernel: Kernel) -> Context:
     context = cluster.ClusterContext(plan, kernel)
     for stage in plan.kernel_stages(kernel):
         CLUSTER_EXPANDERS[stage.kind](context, stage)
-    context.flush()
+    context.finish()
     return context

@@ -4,6 +4,7 @@
 block b   dots of its slice for every token  ──send──>  block k: totals, gates, Sinkhorn of token k
 block k   pre gates of token k               ──send──>  every block: collapse of its slice
 ```
+What is sent is counted where it arrives: a buffer's readers wait until all its bytes are there, and nobody else does.
 Slices are aligned runs of 2^k columns, so the sums keep the one tree of mhcgen.arithmetic. The rows of fn are
 spread over the warps and stay in registers for all tokens of the cluster.
 """
@@ -12,11 +13,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from mhcgen.functions import ITEMSIZES
 from mhcgen.ir import Stage
 from mhcgen.plan import Access, Declare, Kernel, Node, Plan
 from mhcgen.steps import mix
 from mhcgen.steps.column import levels
-from mhcgen.steps.context import Context, identifier
+from mhcgen.steps.context import Context, arrivals_of, identifier
+
+#: Bytes of an asynchronous copy.
+COPY_BYTES = 16
 
 
 class ClusterContext(Context):
@@ -26,7 +31,9 @@ class ClusterContext(Context):
         super().__init__(plan, kernel)
         self.totals: list[Node] = []
         self.staged: set[str] = set()
-        self.started = False
+        self.started: Stage | None = None
+        #: by tokens: `1` or `count`, see `receive`; each a counter and its bytes
+        self.expects: dict[str, list[tuple[str, str]]] = {"1": [], "count": []}
 
     def first_row(self, tensor: str) -> str:
         """Pointer to the cluster's first token of a global tensor."""
@@ -42,33 +49,54 @@ class ClusterContext(Context):
         count = self.kernel.tokens * self.n * self.width
         return self.share(self.shared(tensor), self.dtype(tensor), count)
 
+    def copies(self, tensor: str) -> bool:
+        """Whether its columns can be copied to shared memory asynchronously: vectors of 16 bytes."""
+        return self.columns.vector * ITEMSIZES[self.dtype(tensor)] == COPY_BYTES
+
+    def receive(self, buffer: str, ctype: str, each: int, tokens: str = "1") -> dict[str, Any]:
+        """Declare a buffer that other blocks send into, and the counter of what arrives.
+
+        Args:
+            buffer: its name.
+            ctype: `float` or `double`.
+            each: elements that arrive for a token.
+            tokens: tokens it holds: `1`, the one that a leader leads, or `count`, all of the cluster.
+        """
+        self.share(buffer, ctype, each * (1 if tokens == "1" else self.kernel.tokens))
+        counter = self.share(arrivals_of(buffer), "arrivals", 1)
+        size = each * {"float": 4, "double": 8}[ctype]
+        self.expects[tokens].append((counter, f"{size}" if tokens == "1" else f"{size} * {tokens}"))
+        return {"ranks": buffer, "counter": counter}
+
     def streams_of(self, stage: Stage, tensor: str) -> tuple[dict[str, Any], tuple[Access, ...]]:
         """Fields and accesses of a step that reads chunks of the streams of token k; stages them first."""
         dtype = self.dtype(tensor)
         keep = self.keep_streams(tensor)
         if tensor not in self.staged and not self.plan.made_in(self.kernel, tensor):
-            self.step(
-                stage,
-                f"stage_{identifier(tensor)}",
-                "cluster_stage",
-                "data",
-                (Access(keep, True),),
-                source=self.first_row(tensor),
-                keep=keep,
-                n=self.n,
-                warps=self.kernel.data_warps,
-                width=self.width,
-                load=f"mhc_load_{dtype}",
-                store=f"mhc_store_{dtype}",
+            fields: dict[str, Any] = {
+                "source": self.first_row(tensor),
+                "keep": keep,
+                "n": self.n,
+                "warps": self.kernel.data_warps,
+                "width": self.width,
                 **self.slice_fields(),
-            )
+            }
+            piece = f"stage_{identifier(tensor)}"
+            if self.copies(tensor):
+                self.step(stage, piece, "cluster_stage_async", "data", **fields)
+                self.start(stage)
+                self.step(stage, f"{piece}_wait", "copies_wait", "data", (Access(keep, True),))
+            else:
+                fields |= {"load": f"mhc_load_{dtype}", "store": f"mhc_store_{dtype}"}
+                self.step(stage, piece, "cluster_stage", "data", (Access(keep, True),), **fields)
+        self.start(stage)
         self.staged.add(tensor)
-        fields = {
+        found = {
             "streams_from": f"columns/cluster_streams_from_shared_{dtype}.cu.j2",
             "streams": keep,
             "width": self.width,
         }
-        return fields, (Access(keep, False),)
+        return found, (Access(keep, False),)
 
     def slice_fields(self) -> dict[str, Any]:
         """Fields every column step of a cluster has."""
@@ -76,11 +104,25 @@ class ClusterContext(Context):
         return {"chunk": c.chunk, "chunks": c.chunks, "hidden": self.hidden, "first": "column_first"}
 
     def start(self, stage: Stage) -> None:
-        """Before the first write into another block: every block of the cluster must have started."""
-        if not self.started:
-            self.started = True
-            self.step(stage, "start", "cluster_arrive", "all", constant=True)
+        """Before the first send: every block of the cluster must have started, and know what it will be sent."""
+        if self.started is None:
+            self.started = stage
             self.step(stage, "started", "cluster_wait", "all")
+
+    def finish(self) -> None:
+        """Every send is known: take the totals that are left, and let the blocks start."""
+        self.flush()
+        assert self.started is not None
+        self.step(
+            self.started,
+            "start",
+            "cluster_arrive",
+            "all",
+            tuple(Access(counter, True, own=True) for pairs in self.expects.values() for counter, _ in pairs),
+            constant=True,
+            for_leaders=tuple(f"{counter}[0], {size}" for counter, size in self.expects["1"]),
+            for_all=tuple(f"{counter}[0], {size}" for counter, size in self.expects["count"]),
+        )
 
     def flush(self) -> None:
         """Everything has been sent: take the totals."""
@@ -93,7 +135,7 @@ def project(context: ClusterContext, stage: Stage) -> None:
     mixes = stage.result("mixes")
     kernel, c = context.kernel, context.columns
     rows = context.elements(mixes)
-    ranks = context.share(f"s_{identifier(mixes)}_ranks", "float", rows * kernel.cluster)
+    sent = context.receive(f"s_{identifier(mixes)}_ranks", "float", rows * kernel.cluster)
     rows_fields: dict[str, Any] = {
         "load_rows": "columns/cluster_load_rows.cu.j2",
         "fn": context.row(stage.operand("fn")),
@@ -117,15 +159,14 @@ def project(context: ClusterContext, stage: Stage) -> None:
         **context.slice_fields(),
     )
     source, reads = context.streams_of(stage, stage.operand("x"))
-    context.start(stage)
     context.step(
         stage,
         "dots",
         "cluster_project_dots",
         "data",
-        (*reads, Access(ranks, True, remote=True)),
+        (*reads, Access(sent["ranks"], True, remote=True)),
         (registers,),
-        ranks=ranks,
+        **sent,
         rows_per_pass=kernel.rows_per_warp * kernel.data_warps,
         cluster=kernel.cluster,
         tokens_at_once=2 if kernel.rows_per_warp * c.run <= 16 else 1,
@@ -139,9 +180,9 @@ def project(context: ClusterContext, stage: Stage) -> None:
         "total",
         "cluster_project_total",
         "mix",
-        (Access(ranks, False), *context.small_accesses(mixes, own=True)),
+        (Access(sent["ranks"], False), *context.small_accesses(mixes, own=True)),
         into=context.totals,
-        ranks=ranks,
+        ranks=sent["ranks"],
         rows=rows,
         cluster=kernel.cluster,
         targets=context.small_targets(mixes),
@@ -152,16 +193,15 @@ def rowsq(context: ClusterContext, stage: Stage) -> None:
     """Sum of squares, each block its slice; the leader of a token takes the inverse RMS and rescales."""
     kernel, c = context.kernel, context.columns
     acc = {"fp32": "float", "fp64": "double"}[stage.attr("acc")]
-    ranks = context.share(f"s_{identifier(stage.name)}_ranks", acc, kernel.cluster)
+    sent = context.receive(f"s_{identifier(stage.name)}_ranks", acc, kernel.cluster)
     source, reads = context.streams_of(stage, stage.operand("x"))
-    context.start(stage)
     context.step(
         stage,
         "partial",
         "cluster_sumsq_partial",
         "data",
-        (*reads, Access(ranks, True, remote=True)),
-        ranks=ranks,
+        (*reads, Access(sent["ranks"], True, remote=True)),
+        **sent,
         acc=acc,
         n=context.n,
         levels=levels(c.chunks),
@@ -176,9 +216,9 @@ def rowsq(context: ClusterContext, stage: Stage) -> None:
         "inverse",
         "cluster_sumsq_total",
         "mix",
-        (Access(ranks, False),),
+        (Access(sent["ranks"], False),),
         (mix.rms_declare(context, stage),),
-        ranks=ranks,
+        ranks=sent["ranks"],
         acc=acc,
         cluster=kernel.cluster,
         count_of=context.n * context.hidden,
@@ -201,7 +241,7 @@ def gates(context: ClusterContext, stage: Stage) -> None:
     project_stage = context.program.stage(context.program.writers[rowsq_stage.operand("mixes")])
     mixes_ranks = f"s_{identifier(project_stage.result('mixes'))}_ranks"
     squares_ranks = f"s_{identifier(rowsq_stage.name)}_ranks"
-    ranks = context.share(f"{context.shared(pre)}_ranks", "float", kernel.tokens * context.n)
+    sent = context.receive(f"{context.shared(pre)}_ranks", "float", context.n, "count")
     parameters = context.declare("pre_parameters")
     context.step(
         stage,
@@ -220,12 +260,12 @@ def gates(context: ClusterContext, stage: Stage) -> None:
         "pre",
         "cluster_pre_gates",
         "gate",
-        (Access(mixes_ranks, False), Access(squares_ranks, False), Access(ranks, True, remote=True)),
+        (Access(mixes_ranks, False), Access(squares_ranks, False), Access(sent["ranks"], True, remote=True)),
         (parameters,),
         mixes_ranks=mixes_ranks,
         squares_ranks=squares_ranks,
         acc={"fp32": "float", "fp64": "double"}[rowsq_stage.attr("acc")],
-        ranks=ranks,
+        **sent,
         cluster=kernel.cluster,
         n=context.n,
         count_of=context.n * context.hidden,
@@ -290,16 +330,16 @@ def norm(context: ClusterContext, stage: Stage) -> None:
     """RMSNorm of y: each block's partial sum goes to all blocks, which add up the same total."""
     kernel, c = context.kernel, context.columns
     acc = {"fp32": "float", "fp64": "double"}[stage.attr("acc")]
-    ranks = context.share(f"s_{identifier(stage.name)}_ranks", acc, kernel.tokens * kernel.cluster)
+    sent = context.receive(f"s_{identifier(stage.name)}_ranks", acc, kernel.cluster, "count")
     source, reads, declares = _column_source(context, stage.operand("y"))
     context.step(
         stage,
         "partial",
         "cluster_norm_partial",
         "data",
-        (*reads, Access(ranks, True, remote=True)),
+        (*reads, Access(sent["ranks"], True, remote=True)),
         declares,
-        ranks=ranks,
+        **sent,
         acc=acc,
         cluster=kernel.cluster,
         levels=levels(c.chunks),
@@ -314,9 +354,9 @@ def norm(context: ClusterContext, stage: Stage) -> None:
         "apply",
         "cluster_norm_apply_weight" if weighted else "cluster_norm_apply",
         "data",
-        (*reads, Access(ranks, False), *writes),
+        (*reads, Access(sent["ranks"], False), *writes),
         declares + more,
-        ranks=ranks,
+        ranks=sent["ranks"],
         acc=acc,
         cluster=kernel.cluster,
         eps=stage.attr("eps"),
@@ -355,27 +395,39 @@ def quant(context: ClusterContext, stage: Stage) -> None:
 
 def post(context: ClusterContext, stage: Stage) -> None:
     """x_next of the slice, to global memory and to shared memory, where the next stages read it."""
-    target, x = stage.result("x_next"), stage.operand("x")
+    target, x, branch = stage.result("x_next"), stage.operand("x"), stage.operand("f")
     kernel = context.kernel
     keep = context.keep_streams(target)
     dtype = context.dtype(target)
+    given = {"streams": context.first_row(x), "branch": context.first_row(branch)}
+    fields: dict[str, Any] = {
+        "keep": keep,
+        "n": context.n,
+        "warps": kernel.data_warps,
+        "width": context.width,
+        **context.slice_fields(),
+    }
+    writes = (Access(keep, True), Access(f"global:{target}", True, own=True))
+    if staged := context.copies(x):
+        # The thread that copies an element makes the new one from it, in its place: no barrier between the two.
+        own = context.share(context.shared(branch), dtype, kernel.tokens * context.width)
+        fields["keep_branch"] = own
+        context.step(stage, "stage", "cluster_stage_post", "data", early=True, **given, **fields)
+        context.step(stage, "stage_wait", "copies_wait", "data", (Access(own, True, own=True),))
+        writes += (Access(own, False, own=True),)
     context.step(
         stage,
         "columns",
-        "cluster_post",
+        "cluster_post_staged" if staged else "cluster_post",
         "data",
-        (Access(keep, True), Access(f"global:{target}", True, own=True)),
+        writes,
+        **({} if staged else given),
+        **fields,
         post=context.first_row(stage.operand("post")),
         comb=context.first_row(stage.operand("comb")),
-        branch=context.first_row(stage.operand("f")),
-        n=context.n,
-        warps=kernel.data_warps,
         out=context.first_row(target),
-        keep=keep,
         dtype=dtype,
         store=f"mhc_store_{dtype}",
         round=f"mhc_round_{dtype}",
-        streams=context.first_row(x),
-        width=context.width,
-        **context.slice_fields(),
     )
+    context.start(stage)

@@ -16,6 +16,11 @@ def identifier(name: str) -> str:
     return ("layer" if name[:1].isdigit() else "") + name.replace(".", "_")
 
 
+def arrivals_of(buffer: str) -> str:
+    """The counter of what other blocks send into a shared buffer."""
+    return f"{buffer}_arrived"
+
+
 class Context:
     """Collects steps of one kernel, and answers how its text names a tensor."""
 
