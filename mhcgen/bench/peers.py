@@ -205,21 +205,22 @@ def _transformer_engine_pre(t: Tensors, s: Settings) -> Callable[[], Tensors]:
     from transformer_engine.pytorch.triton.mhc import mhc_generate_mix_and_aggregate
 
     x = t["x"].transpose(1, 2).contiguous().unsqueeze(1)  # its streams lie side by side: [s, b, C, n]
+    phi = t["fn"].unflatten(1, (s.n, -1)).transpose(1, 2).flatten(1)  # its columns likewise
     base = t["base"].unsqueeze(0)
 
     def run() -> Tensors:
-        y, post, comb = mhc_generate_mix_and_aggregate(x, t["fn"], t["scale"], base)
+        y, post, comb = mhc_generate_mix_and_aggregate(x, phi, t["scale"], base)
         return {"post": post.reshape(-1, s.n), "comb": comb.reshape(-1, s.n, s.n), "y": y[:, 0]}
 
     return run
 
 
-def _transformer_engine_post(t: Tensors, _: Settings) -> Callable[[], Tensors]:
+def _transformer_engine_post(t: Tensors, s: Settings) -> Callable[[], Tensors]:
     from transformer_engine.pytorch.triton.mhc import mhc_fused_expand_combine
 
     x = t["x"].transpose(1, 2).contiguous().unsqueeze(1)
     f, post, comb = (t[name].unsqueeze(1) for name in ("f", "post", "comb"))
-    return lambda: {"x_next": mhc_fused_expand_combine(f, None, post, x, comb)[:, 0].transpose(1, 2)}
+    return lambda: {"x_next": mhc_fused_expand_combine(f, None, post, x, comb, s.n)[:, 0].transpose(1, 2)}
 
 
 _PLAIN = ("finish", "pre", "post")

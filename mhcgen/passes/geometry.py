@@ -203,7 +203,7 @@ def _cluster_geometry(plan: Plan, kernel: Kernel, kinds: set[str], chunk: int, l
         return None
     warps, rows = fit
     tokens = min(blocks, warps, MAX_CLUSTER_TOKENS)
-    kept = (n + ("post" in kinds)) * 32 * run * itemsize  # the streams; for post the branch output beside them
+    kept = n * 32 * run * itemsize
     tokens = max(1, min(tokens, (STAGED_BYTES - 4 * blocks * program.dim("R")) // kept))
     log.append(
         Decision(
@@ -272,7 +272,7 @@ def _held_twice(n: int, run: int, chunk: int, itemsize: int) -> int:
     """
     if chunk < 8:
         return max(96, n * run)
-    return n * chunk if itemsize == 4 else 0
+    return n * chunk if itemsize == 4 and (run > chunk or n > 4) else 0
 
 
 def _cluster_warps(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mhcgen.functions import ITEMSIZES
+from mhcgen.functions import ITEMSIZES, vector_of
 from mhcgen.ir import Stage
 from mhcgen.plan import Access, Declare, Kernel, Node, Plan
 from mhcgen.steps import mix
@@ -51,7 +51,8 @@ class ClusterContext(Context):
 
     def copies(self, tensor: str) -> bool:
         """Whether its columns can be copied to shared memory asynchronously: vectors of 16 bytes."""
-        return self.columns.vector * ITEMSIZES[self.dtype(tensor)] == COPY_BYTES
+        dtype = self.dtype(tensor)
+        return vector_of(dtype, self.columns.chunk, self.plan.options.scalar) * ITEMSIZES[dtype] == COPY_BYTES
 
     def receive(self, buffer: str, ctype: str, each: int, tokens: str = "1") -> dict[str, Any]:
         """Declare a buffer that other blocks send into, and the counter of what arrives.
@@ -395,39 +396,28 @@ def quant(context: ClusterContext, stage: Stage) -> None:
 
 def post(context: ClusterContext, stage: Stage) -> None:
     """x_next of the slice, to global memory and to shared memory, where the next stages read it."""
-    target, x, branch = stage.result("x_next"), stage.operand("x"), stage.operand("f")
+    target, x = stage.result("x_next"), stage.operand("x")
     kernel = context.kernel
     keep = context.keep_streams(target)
     dtype = context.dtype(target)
-    given = {"streams": context.first_row(x), "branch": context.first_row(branch)}
-    fields: dict[str, Any] = {
-        "keep": keep,
-        "n": context.n,
-        "warps": kernel.data_warps,
-        "width": context.width,
-        **context.slice_fields(),
-    }
-    writes = (Access(keep, True), Access(f"global:{target}", True, own=True))
-    if staged := context.copies(x):
-        # The thread that copies an element makes the new one from it, in its place: no barrier between the two.
-        own = context.share(context.shared(branch), dtype, kernel.tokens * context.width)
-        fields["keep_branch"] = own
-        context.step(stage, "stage", "cluster_stage_post", "data", early=True, **given, **fields)
-        context.step(stage, "stage_wait", "copies_wait", "data", (Access(own, True, own=True),))
-        writes += (Access(own, False, own=True),)
     context.step(
         stage,
         "columns",
-        "cluster_post_staged" if staged else "cluster_post",
+        "cluster_post",
         "data",
-        writes,
-        **({} if staged else given),
-        **fields,
+        (Access(keep, True), Access(f"global:{target}", True, own=True)),
         post=context.first_row(stage.operand("post")),
         comb=context.first_row(stage.operand("comb")),
+        branch=context.first_row(stage.operand("f")),
+        n=context.n,
+        warps=kernel.data_warps,
         out=context.first_row(target),
+        keep=keep,
         dtype=dtype,
         store=f"mhc_store_{dtype}",
         round=f"mhc_round_{dtype}",
+        streams=context.first_row(x),
+        width=context.width,
+        **context.slice_fields(),
     )
     context.start(stage)
