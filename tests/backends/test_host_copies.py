@@ -31,8 +31,8 @@ def run_kernel(host: HostModule, order: str, seed: int = 0, **options: Any) -> t
     """Input, output and report of one launch."""
     x = np.random.default_rng(3).standard_normal((BLOCKS, ROUNDS, COLUMNS)).astype(np.float32)
     out = np.zeros_like(x)
-    options = {"uninitialised": {"out"}, "order": order, "seed": seed} | options
-    return x, out, host.launch(KERNEL, BLOCKS, 64, [x, out, ROUNDS], **options)
+    args: list[Any] = [x, out, ROUNDS]
+    return x, out, host.launch(KERNEL, BLOCKS, 64, args, uninitialised={"out"}, order=order, seed=seed, **options)
 
 
 @pytest.mark.parametrize("race", [False, True], ids=["plain", "race"])
