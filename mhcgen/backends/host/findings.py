@@ -131,7 +131,8 @@ class LaunchReport:
     Args:
         kernel, order, seed, race: what ran and how.
         findings: empty if all is well. In plain mode only barrier, mask, shuffle, deadlock, copy, arrivals,
-            guard-band, stack and trap findings can occur; races, reads of unwritten memory and wild accesses need a race build.
+            guard-band, stack and trap findings can occur; races, reads of unwritten memory and wild
+            accesses need a race build.
         completed: False if the launch was stopped (deadlock, trap, wild access); outputs then mean nothing.
         blocks_run: thread blocks that ran to their end.
         switches: changes of fiber, a measure of work.

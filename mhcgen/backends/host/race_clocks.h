@@ -4,6 +4,7 @@
 // - A barrier within a warp orders its lanes: a vector clock per lane.
 // - A named barrier orders whole warps: per warp, what it knows of the lanes of every other warp.
 // - A cluster barrier orders what came before an arrival with what comes after a wait: cluster_clocks.h.
+// - A wait for a counter orders what was sent to it, and nothing else: counters.h.
 // Together they are exact for programs that synchronise by these only. Other blocks are never ordered.
 #pragma once
 
