@@ -218,8 +218,12 @@ Section = Callable[[Session], None]
 def decode(session: Session) -> None:
     """The decode table, and some cases again with nothing in the L2."""
     session.rows(decode_cases(session.sizes))
-    session.bench = Bench(session.device, session.bench.floor, cold=True)
     common: dict[str, Any] = {"dtype": "bf16", "hidden": session.sizes.hidden, **FAST}
+    session.bench = Bench(session.device, session.bench.floor, fresh_results=True)
+    for what in ("finish", "pre", "boundary", "post"):
+        one = case(what, note="fresh results", **common)
+        session.rows([(one, session.sizes.decode[-1], {})])
+    session.bench = Bench(session.device, session.bench.floor, cold=True)
     for what in ("finish", "pre", "boundary"):
         one = case(what, note="cold", **common)
         session.rows([(one, session.sizes.decode[0], {})])

@@ -68,6 +68,7 @@ _COMMON_BEFORE = (
     ("mhc_send", "send"),
     ("mhc_copy_async", "copy_async"),
     ("mhc_copies_wait", "copies_wait"),
+    ("mhc_past_l1", "past_l1"),
 )
 #: name -> template stem; `_ieee` or `_fast` is appended.
 _BY_SET = (
@@ -155,6 +156,27 @@ def vector_of(dtype: str, chunk: int, scalar: bool) -> int:
     return 1 if scalar else min(chunk, 16 // ITEMSIZES[dtype])
 
 
+#: Kinds of loads: part of the name -> (what stands before and after the address, what the comment adds).
+LOADS = {
+    "": ("*", "", ""),
+    "_once": ("__ldcs(", ")", ", which nothing reads again: the caches may drop them first"),
+    "_past_l1": ("mhc_past_l1(", ")", ", past the L1"),
+}
+
+
+def _loads(template: str, dtype: str, fields: Mapping[str, Any], nbytes: int) -> list[Function]:
+    """The kinds of loads of a dtype, `nbytes` at a time; the L1 can be passed by 16 bytes only."""
+    return [
+        Function(
+            f"mhc_load{kind}_{dtype}",
+            template,
+            {**fields, "kind": kind, "open": before, "close": after, "note": note},
+        )
+        for kind, (before, after, note) in LOADS.items()
+        for before, after, note in ((before, after, note) if nbytes == 16 or kind != "_past_l1" else LOADS[""],)
+    ]
+
+
 def _memory_functions(dtype: str, chunk: int, scalar: bool) -> list[Function]:
     vector = vector_of(dtype, chunk, scalar)
     if ITEMSIZES[dtype] * vector < 4 or (vector == 1):
@@ -170,7 +192,7 @@ def _memory_functions(dtype: str, chunk: int, scalar: bool) -> list[Function]:
             "members": tuple({"word": word, "index": i} for i, word in enumerate(members)),
         }
         return [
-            Function("mhc_load_fp32", "io/load_vector_fp32.cu.j2", fields),
+            *_loads("io/load_vector_fp32.cu.j2", dtype, fields, 4 * words),
             Function("mhc_store_fp32", "io/store_vector_fp32.cu.j2", fields),
         ]
     if dtype in ("bf16", "fp16"):
@@ -180,7 +202,7 @@ def _memory_functions(dtype: str, chunk: int, scalar: bool) -> list[Function]:
             "members": tuple({"word": w, "low": 2 * i, "high": 2 * i + 1} for i, w in enumerate(members)),
         }
         return [
-            Function(f"mhc_load_{dtype}", f"io/load_vector_{dtype}.cu.j2", fields),
+            *_loads(f"io/load_vector_{dtype}.cu.j2", dtype, fields, 4 * words),
             Function(f"mhc_store_{dtype}", f"io/store_vector_{dtype}.cu.j2", fields),
         ]
     fields = {
@@ -205,5 +227,5 @@ def _scalar_functions(dtype: str) -> list[Function]:
     )
     if dtype in ("int8", "fp8_e4m3"):
         return [stores]
-    loads = Function(f"mhc_load_{dtype}", "io/load_scalar.cu.j2", {"dtype": dtype, "ctype": ctype, "widen": widen})
-    return [loads, stores]
+    fields = {"dtype": dtype, "ctype": ctype, "widen": widen}
+    return [*_loads("io/load_scalar.cu.j2", dtype, fields, ITEMSIZES[dtype]), stores]

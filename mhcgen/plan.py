@@ -120,6 +120,10 @@ class Place:
     layout: str = ""
 
 
+#: Bytes of an element by the ctype of its buffer.
+BUFFER_BYTES = {"float": 4, "double": 8, "int": 4, "fp32": 4, "bf16": 2, "fp16": 2, "arrivals": 8}
+
+
 @dataclass(frozen=True)
 class Buffer:
     """A shared-memory array of one kernel.
@@ -138,7 +142,7 @@ class Buffer:
     @property
     def nbytes(self) -> int:
         """Bytes it takes."""
-        return self.count * {"float": 4, "double": 8, "int": 4, "fp32": 4, "bf16": 2, "fp16": 2, "arrivals": 8}[self.ctype]
+        return self.count * BUFFER_BYTES[self.ctype]
 
 
 @dataclass(frozen=True)

@@ -126,6 +126,28 @@ __device__ __forceinline__ float mhc_bounded_quotient(float a, float b) {
   return __fmaf_rn(__fmaf_rn(-b, q, a), r, q);
 }
 
+// Loads 16 bytes that this kernel reads once, past the L1; the L2 keeps them for the kernels to come.
+__device__ __forceinline__ uint4 mhc_past_l1(const uint4* p) {
+#ifdef MHC_HOST
+  return *p;
+#else
+  uint4 q;
+  asm("ld.global.nc.L1::no_allocate.v4.u32 {" "%0, %1, %2, %3}, [%4];"
+      : "=r"(q.x), "=r"(q.y), "=r"(q.z), "=r"(q.w) : "l"(p));
+  return q;
+#endif
+}
+__device__ __forceinline__ float4 mhc_past_l1(const float4* p) {
+#ifdef MHC_HOST
+  return *p;
+#else
+  float4 q;
+  asm("ld.global.nc.L1::no_allocate.v4.f32 {" "%0, %1, %2, %3}, [%4];"
+      : "=f"(q.x), "=f"(q.y), "=f"(q.z), "=f"(q.w) : "l"(p));
+  return q;
+#endif
+}
+
 // Exponential from IEEE operations only, so that CPU and GPU agree bit for bit. Within 1.01 ulp; keeps NaN,
 // infinities and subnormal results. x = k ln2 + r, a polynomial for exp(r), then two exact scalings by 2^(k/2).
 __device__ __forceinline__ float mhc_exp(float x) {
@@ -175,12 +197,12 @@ __device__ __forceinline__ float mhc_exp_of_difference(float c, float by, float)
 
 __device__ __forceinline__ float mhc_round_fp32(float v) { return v; }
 
-// Loads N consecutive floats, 4 at a time.
+// Loads N consecutive floats, 4 at a time, past the L1.
 template <int N>
-__device__ __forceinline__ void mhc_load_fp32(const float* p, float (&v)[N]) {
+__device__ __forceinline__ void mhc_load_past_l1_fp32(const float* p, float (&v)[N]) {
   #pragma unroll
   for (int i = 0; i < N; i += 4) {
-    const float4 q = *reinterpret_cast<const float4*>(p + i);
+    const float4 q = mhc_past_l1(reinterpret_cast<const float4*>(p + i));
     v[i + 0] = q.x;
     v[i + 1] = q.y;
     v[i + 2] = q.z;
@@ -247,7 +269,7 @@ mhc_rowsq_gates_sinkhorn_collapse(
     const int col = column_first + i * 8;
     if (col < 4096) {
       #pragma unroll
-      for (int c = 0; c < 4; ++c) mhc_load_fp32(x_t + c * 4096 + col, r_x[i][c]);
+      for (int c = 0; c < 4; ++c) mhc_load_past_l1_fp32(x_t + c * 4096 + col, r_x[i][c]);
     }
   }
   // rowsq.partial

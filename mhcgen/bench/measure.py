@@ -23,6 +23,7 @@ from mhcgen.runtime import Module
 #: Inputs are made for so many tokens and repeated beyond: the generator is slow, and kernels look at one token each.
 MADE_TOKENS = 64
 #: From so many tokens on, per-token inputs rotate past the L2; below, they are what the kernel before left there.
+#: Results go to one set of arrays, as an allocator gives a caller, and a rival in a captured graph, the same ones.
 ROTATED_TOKENS = 64
 #: Fill bytes of results before a check: of the emission under test, and of the unfused one. A byte that either
 #: leaves unwritten differs from the other's.
@@ -74,11 +75,13 @@ class Bench:
         device: where.
         floor: of that device.
         cold: rotate parameters too, at every token count: nothing is in the L2 when a launch starts.
+        fresh_results: rotate the arrays of results with the inputs, so that they are not in the L2 either.
     """
 
     device: Device
     floor: Floor
     cold: bool = False
+    fresh_results: bool = False
     _inputs: dict[tuple[str, int], Arrays] = field(default_factory=dict)
     _expected: dict[tuple[str, int], Arrays] = field(default_factory=dict)
     _modules: dict[tuple[str, Options], Module] = field(default_factory=dict)
@@ -153,7 +156,9 @@ class Bench:
         read = sum(tensor_bytes(program, name, tokens) for name in turning)
         count = timing.sets_for(read) if self.cold or tokens >= ROTATED_TOKENS else 1
         sets = [base] + [{**base, **{k: base[k].copy() for k in turning}} for _ in range(count - 1)]
-        return [(inputs, self.outputs(module, tokens)) for inputs in sets]
+        results = self.outputs(module, tokens)
+        fresh = self.cold or self.fresh_results
+        return [(inputs, self.outputs(module, tokens) if fresh else results) for inputs in sets]
 
     def prepare(self, case: Case, tokens: int) -> Prepared:
         """Load a case, check its bits, and make what a launch of it needs.

@@ -106,7 +106,8 @@ def mutants(kernel: Kernel, faults: tuple[str, ...]) -> Iterator[Mutant]:
             to = None if fault == "drop-barrier" else weaker
             name = f"{kernel.name}_{fault.split('-')[0]}{index}"
             body = edit_sync(kernel.body, index, partial(_become, to))
-            how = f"{sync.scope} barrier " + ("removed" if to is None else f"made {to.scope}")
+            what = "wait for what is sent" if sync.scope == "arrival" else f"{sync.scope} barrier"
+            how = f"{what} " + ("removed" if to is None else f"made {to.scope}")
             yield Mutant(replace(kernel, name=name, body=body), kernel, sync, fault, how)
 
 

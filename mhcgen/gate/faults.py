@@ -233,6 +233,7 @@ def borrowed_row(program: Program, plan: Plan) -> Iterator[Fault]:
             step,
             streams_from=f"columns/streams{last}_from_global_{program.tensor(x).dtype}.cu.j2",
             streams=f"({identifier(x)} + (token > 0 ? token - 1 : 0) * {row})",
+            load_kind="",
         )
 
     # A cluster squares streams that its blocks hold in shared memory, and has no other row to borrow.

@@ -155,7 +155,8 @@ def project(context: ClusterContext, stage: Stage) -> None:
         "data",
         (),
         (registers,),
-        constant=True,
+        # Post's streams are on the way to everything, so their loads go first; a dependent launch has time to wait.
+        constant=context.plan.options.dependent or not context.plan.made_in(kernel, stage.operand("x")),
         **rows_fields,
         **context.slice_fields(),
     )

@@ -149,8 +149,15 @@ class Context:
             "first": "column_first",
         }
 
-    def streams(self, tensor: str) -> tuple[dict[str, Any], tuple[Access, ...], tuple[Declare, ...]]:
-        """Fields, accesses and declarations of a step that reads chunks of the streams."""
+    def streams(
+        self, tensor: str, *, once: bool = False
+    ) -> tuple[dict[str, Any], tuple[Access, ...], tuple[Declare, ...]]:
+        """Fields, accesses and declarations of a step that reads chunks of the streams.
+
+        Args:
+            tensor: the streams.
+            once: nothing reads them after this step, in this kernel or a later one.
+        """
         if self.place(tensor).space == "thread":
             fields: dict[str, Any] = {
                 "streams_from": "columns/streams_from_registers.cu.j2",
@@ -162,6 +169,8 @@ class Context:
             "streams": self.row(tensor),
         }
         made_here = self.plan.made_in(self.kernel, tensor)
+        if not self.last(tensor):
+            fields["load_kind"] = "_once" if once and not made_here else ""
         return fields, (Access(f"global:{tensor}", False, own=True),) * made_here, ()
 
     def last(self, tensor: str) -> str:
@@ -189,12 +198,14 @@ class Context:
                     target=self.registers(tensor),
                     source=self.row(tensor),
                     n=self.n,
-                    load=f"mhc_load{self.last(tensor)}_{self.dtype(tensor)}",
+                    load=f"mhc_load{self.last(tensor) or '_past_l1'}_{self.dtype(tensor)}",
                     **self.column_fields(),
                 )
 
-    def column_source(self, tensor: str) -> tuple[dict[str, Any], tuple[Access, ...], tuple[Declare, ...]]:
-        """Fields, accesses and declarations of a step that reads chunks of a [T, H] tensor."""
+    def column_source(
+        self, tensor: str, *, once: bool = False
+    ) -> tuple[dict[str, Any], tuple[Access, ...], tuple[Declare, ...]]:
+        """The same for a step that reads chunks of a [T, H] tensor."""
         if self.place(tensor).space == "thread":
             return (
                 {"column_from": "columns/column_from_registers.cu.j2", "column": self.registers(tensor)},
@@ -206,6 +217,7 @@ class Context:
             {
                 "column_from": f"columns/column_from_global_{self.dtype(tensor)}.cu.j2",
                 "column": self.row(tensor),
+                "column_kind": "_once" if once and not made_here else "",
             },
             (Access(f"global:{tensor}", False, own=True),) * made_here,
             (),

@@ -87,11 +87,15 @@ def test_an_emission_that_does_not_wait_for_the_start_of_blocks_is_reported() ->
         "\n  mhc_cluster_arrive();  // waited": "\n  // waited",
         "\n  mhc_cluster_wait();  // every": "\n  // every",
     }
-    assert ("remote-before-start", "across-blocks") in reported(halves)
+    assert ("arrivals-unordered", "") in reported(halves)
 
 
 def test_an_emission_whose_arrivals_publish_nothing_is_reported() -> None:
-    assert ("race", "across-blocks") in reported({"mhc_host_cluster_arrive()": "mhc_host_cluster_arrive_relaxed()"})
+    assert ("arrivals-unordered", "") in reported({"mhc_host_cluster_arrive()": "mhc_host_cluster_arrive_relaxed()"})
+
+
+def test_an_emission_that_does_not_wait_for_its_copies_is_reported() -> None:
+    assert ("copy-in-flight", "across-warps") in reported({"mhc_host_copies_wait();": ""})
 
 
 def test_the_largest_cluster_of_the_largest_blocks() -> None:

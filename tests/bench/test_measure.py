@@ -105,6 +105,9 @@ def test_rotation_is_over_copies_of_what_a_launch_reads(bench: Bench, monkeypatc
     assert len(sets) == -(-100_000 // read)
     assert len({inputs["x"].ctypes.data for inputs, _ in sets}) == len(sets)
     assert len({inputs["fn"].ctypes.data for inputs, _ in sets}) == 1
+    assert len({outputs["y"].ctypes.data for _, outputs in sets}) == 1
+    fresh = Bench(bench.device, bench.floor, fresh_results=True)
+    sets = fresh.rotation(fresh.module(one.program, one.options), 64)
     assert len({outputs["y"].ctypes.data for _, outputs in sets}) == len(sets)
     cold = Bench(bench.device, bench.floor, cold=True)
     sets = cold.rotation(cold.module(one.program, one.options), 1)
