@@ -58,6 +58,14 @@ def cpu_against_gpu() -> None:
     for model in models:
         for hidden in (1280, 4096, 5120, 7168):
             cases.append(({"model": model, "streams": 4, "hidden": hidden, "dtype": "bf16"}, "pre", (3,)))
+    for model in sorted(mhcgen.models.MODELS):
+        projected = {"model": model, "streams": 4, "hidden": 1280, "dtype": "bf16", "projection": "fma"}
+        cases.append((projected, "pre", (1, 9)))
+        if not model.startswith("gated"):
+            cases.append(({**projected, "norm": True}, "pre-norm", (9,)))
+    for dtype in ("bf16", "fp32"):
+        boundary = {"scope": "boundary", "projection": "fma", "norm": True, "quant": "q8", "dtype": dtype}
+        cases.append(({"streams": 4, "hidden": 4096, **boundary}, "boundary", (1, 9, 64)))
     for config, fuse, tokens in cases:
         for count in tokens:
             row: dict[str, Any] = {**config, "T": count}

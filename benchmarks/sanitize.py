@@ -34,6 +34,13 @@ CASES: tuple[tuple[dict[str, Any], str, int], ...] = (
         "boundary",
         9,
     ),
+    (
+        {"model": "deepseek-v4.1", "streams": 4, "hidden": 1024, "dtype": "bf16", "projection": "fma", "norm": True},
+        "pre-norm",
+        9,
+    ),
+    ({"model": "gated-residual", "streams": 4, "hidden": 512, "dtype": "bf16"}, "pre", 3),
+    ({"model": "plain-hc", "streams": 4, "hidden": 512, "dtype": "bf16"}, "pre", 3),
 )
 
 
