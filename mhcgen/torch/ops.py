@@ -35,12 +35,19 @@ _ready: dict[str, dict[tuple[Any, ...], Prepared]] = {name: {} for name in OPERA
 
 def prepared(operation: Operation, setup: str, tensors: Sequence[Tensor | None], device: int) -> Prepared:
     """What launches an operation on a device, made the first time and kept for good."""
-    ready = _ready[operation.name]
-    key = (setup, device, *[tensors[index] is None for index in _optional(operation)])
-    found = ready.get(key)
+    found = prepared_before(operation, setup, tensors, device)
     if found is None:
-        found = ready.setdefault(key, Prepared(call_of(operation.name, setup, tensors), device))
+        key = (setup, device, *[tensors[index] is None for index in _optional(operation)])
+        found = _ready[operation.name].setdefault(key, Prepared(call_of(operation.name, setup, tensors), device))
     return found
+
+
+def prepared_before(
+    operation: Operation, setup: str, tensors: Sequence[Tensor | None], device: int
+) -> Prepared | None:
+    """What `prepared` has made; None where it was never asked."""
+    key = (setup, device, *[tensors[index] is None for index in _optional(operation)])
+    return _ready[operation.name].get(key)
 
 
 def _optional(operation: Operation) -> tuple[int, ...]:
