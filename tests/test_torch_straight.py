@@ -54,6 +54,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
     monkeypatch.setattr(launch, "arch_of", lambda device: "sm_90")
     monkeypatch.setattr(launch, "_allocators", lambda device: (allocate, allocate))
     monkeypatch.setattr(launch, "_stream", lambda device: 0)
+    monkeypatch.setattr(launch, "_current", lambda: -1)
     monkeypatch.setattr(ops, "_ready", {name: {} for name in mhc.OPERATIONS})
     monkeypatch.setattr(straight, "_known", {name: {} for name in mhc.OPERATIONS})
 
