@@ -16,7 +16,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'mhcgen
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch_cases import SMALL, inputs
+from torch_cases import SMALL, as_tuple, inputs
 
 import mhcgen.torch as mhc
 from mhcgen.errors import InputError, InputTypeError
@@ -55,7 +55,9 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
     monkeypatch.setattr(launch, "_allocators", lambda device: (allocate, allocate))
     monkeypatch.setattr(launch, "_stream", lambda device: 0)
     monkeypatch.setattr(launch, "_current", lambda: -1)
-    monkeypatch.setattr(ops, "_ready", {name: {} for name in mhc.OPERATIONS})
+    ready: dict[str, Any] = {name: {} for name in mhc.OPERATIONS}
+    monkeypatch.setattr(ops, "READY", ready)
+    monkeypatch.setattr(straight, "READY", ready)
     monkeypatch.setattr(straight, "_known", {name: {} for name in mhc.OPERATIONS})
 
     def implementation(name: str) -> Any:
@@ -158,10 +160,10 @@ def test_modes_and_the_profiler_see_every_call(counter: Counter) -> None:
     for mode in (Dispatch, Function):
         seen.clear()
         with mode():
-            assert [counter.straight(run) for _ in range(3)] == [False] * 3
+            [run() for _ in range(3)]
         assert seen.count(mhc.operator("mean")) == 3
     with torch.profiler.profile() as recorded:
-        assert [counter.straight(run) for _ in range(3)] == [False] * 3
+        [run() for _ in range(3)]
     assert sum(event.count for event in recorded.key_averages() if event.key == "mhcgen::mean") == 3
     assert counter.straight(run)
 
@@ -180,14 +182,50 @@ def test_transforms_tracing_fakes_and_subclasses_have_the_dispatcher(counter: Co
     assert run(fake).shape == (3, 16) and counter.launched == launched, "a fake one is never launched"
 
     def captured(scaled: torch.Tensor) -> torch.Tensor:
-        assert not counter.straight(run)
+        assert straight.attempt("mean", (x,), SMALL.text) is None
+        assert run().shape == (3, 16)
         return scaled + 1
 
     torch.vmap(captured)(torch.zeros(2, 3))
     torch.func.grad(lambda y: captured(y).sum())(torch.zeros(3))
+    assert torch.vmap(run)(torch.stack([x, x])).shape == (2, 3, 16)
     negated = torch._neg_view(x)
     assert not counter.straight(lambda: run(negated)) and not counter.straight(lambda: run(negated))
     assert counter.straight(run)
+
+
+def test_an_operator_called_by_itself_learns_too(counter: Counter) -> None:
+    (x,) = inputs("mean")
+    run = lambda: mhc.operator("mean")(x, SMALL.text)  # noqa: E731
+    assert [counter.straight(run) for _ in range(3)] == [False, False, True]
+    assert counter.straight(lambda: mhc.mean(x, setup=SMALL)), "for the functions as well"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_are_recorded_and_only_where_one_is_wanted(counter: Counter, name: str) -> None:
+    tensors = inputs(name, grad=True)
+    run = lambda: as_tuple(mhc.operator(name)(*tensors, SMALL.text))  # noqa: E731
+    assert [counter.straight(run) for _ in range(3)] == [False, False, True]
+    with torch.no_grad():
+        assert counter.straight(run)
+        assert not any(result.requires_grad for result in run())
+    made = run()
+    assert all(result.requires_grad and result.grad_fn is not None for result in made)
+    given = [t for t in tensors if t is not None]
+    found = torch.autograd.grad([t.sum() for t in made], given, create_graph=True)
+    with mhc.use_path("torch"):
+        wanted = torch.autograd.grad([t.sum() for t in run()], given)
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got.detach(), want)
+    assert found[0].grad_fn is not None or name == "mean", "differentiable again"
+    half = [t if t is None or index else t.detach() for index, t in enumerate(tensors)]
+    if len(given) > 1:
+        assert all(t.requires_grad for t in as_tuple(mhc.operator(name)(*half, SMALL.text)))
+    made = run()
+    with torch.no_grad():
+        given[0].zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad([t.sum() for t in made], given)
 
 
 def test_plain_torch_when_it_is_asked_for(counter: Counter) -> None:

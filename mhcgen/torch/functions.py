@@ -129,9 +129,6 @@ Results = TypeVar(
 
 _OPERATORS = {name: operator(name) for name in OPERATIONS}
 _OUT_OPERATORS = {name: operator(name, out=True) for name in OPERATIONS}
-# Nothing to record means nothing for torch's autograd layer to do, which in Python costs more than the launch.
-_below_autograd = getattr(torch._C, "_AutoDispatchBelowAutograd", None)
-_any_requires_grad = getattr(torch._C, "_any_requires_grad", lambda *tensors: True)
 
 
 def _call(name: str, tensors: tuple[Tensor | None, ...], setup: Setup) -> tuple[Tensor, ...]:
@@ -142,15 +139,13 @@ def _call(name: str, tensors: tuple[Tensor | None, ...], setup: Setup) -> tuple[
     if made is not None:
         return made
     try:
-        if _below_autograd is None or (torch.is_grad_enabled() and _any_requires_grad(*tensors)):
-            return _tuple(operation(*tensors, text))
-        with _below_autograd():
-            made = _tuple(operation(*tensors, text))
+        made = _tuple(operation(*tensors, text))
     except (RuntimeError, TypeError) as error:
         if all(tensor is None or isinstance(tensor, Tensor) for tensor in tensors):
             raise
         raise _not_a_tensor(name, tensors) from error
-    straight.learn(name, tensors, text)
+    if torch.is_inference_mode_enabled():  # where autograd, which learns otherwise, has no part in a call
+        straight.learn(name, tensors, text)
     return made
 
 

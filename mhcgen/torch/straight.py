@@ -18,10 +18,15 @@ import torch
 from torch import Tensor
 
 from mhcgen.torch import cpu
-from mhcgen.torch.calls import LAST
+from mhcgen.torch.calls import LAST, call_of
 from mhcgen.torch.launch import Prepared
-from mhcgen.torch.operations import OPERATIONS
-from mhcgen.torch.ops import prepared_before
+from mhcgen.torch.operations import OPERATIONS, Operation
+
+#: operation -> text of its Setup, device, and which optional inputs are absent -> what launches it. Never evicted.
+READY: dict[str, dict[tuple[Any, ...], Prepared]] = {name: {} for name in OPERATIONS}
+
+#: operation -> what records a call that was seen: autograd's part of the operator, for inputs, text and the call.
+RECORD: dict[str, Callable[..., Any]] = {}
 
 #: Looks that are kept for one token count, and token counts that an operation keeps any for.
 _LOOKS, _SIZES = 8, 4096
@@ -30,6 +35,28 @@ _NONE = frozenset((None,))
 _TYPES = (Tensor, torch.nn.Parameter)
 _KEYS = ("BackendSelect", "ADInplaceOrView")
 _KEYS_ON = ("{}", "Autograd{}", "Autocast{}")
+
+
+def prepared(operation: Operation, setup: str, tensors: Sequence[Tensor | None], device: int) -> Prepared:
+    """What launches an operation on a device, made the first time and kept for good."""
+    found = prepared_before(operation, setup, tensors, device)
+    if found is None:
+        key = (setup, device, *[tensors[index] is None for index in optional(operation)])
+        found = READY[operation.name].setdefault(key, Prepared(call_of(operation.name, setup, tensors), device))
+    return found
+
+
+def prepared_before(
+    operation: Operation, setup: str, tensors: Sequence[Tensor | None], device: int
+) -> Prepared | None:
+    """What `prepared` has made; None where it was never asked."""
+    key = (setup, device, *[tensors[index] is None for index in optional(operation)])
+    return READY[operation.name].get(key)
+
+
+def optional(operation: Operation) -> tuple[int, ...]:
+    """Which of an operation's inputs may be absent."""
+    return tuple(index for index, name in enumerate(operation.inputs) if name.endswith("?"))
 
 
 def _always() -> bool:
@@ -95,53 +122,72 @@ class Seen:
     Args:
         prepared: what launches it.
         tensors: its inputs in the order of the schema.
+
+    Attributes:
+        record: what records it for a backward and runs it then; None where no input requires a gradient.
+        absent, given: what takes the inputs that are not given, and those that are.
+        same: whether other inputs that are given look the same.
     """
 
-    __slots__ = ("absent", "given", "launch", "ran", "same", "sized")
+    __slots__ = ("_launch", "_ran", "_sized", "absent", "given", "record", "same")
 
     def __init__(self, prepared: Prepared, tensors: Sequence[Tensor | None]) -> None:
         self.given = _picker(prepared.given)
         self.absent = _picker([index for index, tensor in enumerate(tensors) if tensor is None])
         present = self.given(tensors)
         self.same = _look(present)
-        self.sized = prepared.sized(present[0].shape[0])
-        self.launch = prepared.launch
-        self.ran = prepared.ran
+        needed = any(tensor.requires_grad for tensor in present)
+        self.record = RECORD[prepared.call.operation.name] if needed else None
+        self._sized = prepared.sized(present[0].shape[0])
+        self._launch = prepared.launch
+        self._ran = prepared.ran
+
+    def run(self, tensors: Sequence[Any]) -> tuple[Tensor, ...]:
+        """Enqueue it with other tensors that look the same."""
+        made = self._launch(self._sized, self.given(tensors))
+        LAST.ran = self._ran
+        return made
 
 
 #: operation -> text of its Setup and token count -> calls that were seen.
 _known: dict[str, dict[tuple[str, int], tuple[Seen, ...]]] = {name: {} for name in OPERATIONS}
 
 
-def attempt(name: str, tensors: Sequence[Any], text: str) -> tuple[Tensor, ...] | None:
-    """Results of a call that was seen before; None, with nothing done, where the dispatcher must have it."""
+def find(name: str, tensors: Sequence[Any], text: str) -> Seen | None:
+    """The call that was seen before and looks the same; None where there is none, or a mode has to see this one."""
+    if _dispatch_modes() or cpu.torch_asked_for:
+        return None
     try:
         for seen in _known[name].get((text, tensors[0].shape[0]), ()):
-            given = seen.given(tensors)
-            if _NONE.issuperset(seen.absent(tensors)) and seen.same(*given):
-                break
-        else:
-            return None
+            if _NONE.issuperset(seen.absent(tensors)) and seen.same(*seen.given(tensors)):
+                return seen
     except (AttributeError, IndexError, TypeError):  # no tensors, or no plain ones
+        pass
+    return None
+
+
+def attempt(name: str, tensors: Sequence[Any], text: str) -> tuple[Tensor, ...] | None:
+    """Results of a call that was seen before; None, with nothing done, where the dispatcher must have it."""
+    seen = None if _function_modes() or _profiler() else find(name, tensors, text)
+    if seen is None:
         return None
-    if _function_modes() or _dispatch_modes() or _profiler() or cpu.torch_asked_for:
-        return None
-    made = seen.launch(seen.sized, given)
-    LAST.ran = seen.ran
-    return made
+    if seen.record is None or not torch.is_grad_enabled():
+        return seen.run(tensors)
+    made = seen.record(*tensors, text, seen)
+    return (made,) if isinstance(made, Tensor) else made
 
 
 def learn(name: str, tensors: Sequence[Tensor | None], text: str) -> None:
     """Remember a call that came back from the dispatcher, if it may go straight the next time."""
     ran = getattr(LAST, "ran", None)
-    if ran is None or ran[1] != "cuda" or _function_modes() or _dispatch_modes() or _profiler() or not usable():
+    if ran is None or ran[1] != "cuda" or name not in RECORD or _dispatch_modes() or not usable():
         return
     present = [tensor for tensor in tensors if tensor is not None]
     known, key = _known[name], (text, present[0].shape[0])
     seen = known.get(key, ())
-    prepared = prepared_before(OPERATIONS[name], text, tensors, present[0].get_device())
-    if prepared is None or ran is not prepared.ran or len(seen) >= _LOOKS or not _plain(present):
+    found = prepared_before(OPERATIONS[name], text, tensors, present[0].get_device())
+    if found is None or ran is not found.ran or len(seen) >= _LOOKS or not _plain(present):
         return
     if len(known) >= _SIZES:
         known.clear()
-    known[key] = (*seen, Seen(prepared, tensors))
+    known[key] = (*seen, Seen(found, tensors))
