@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import starmap
 from operator import itemgetter
 from typing import Any
 
@@ -72,6 +73,7 @@ def _allocators(device: int) -> tuple[Allocate, Allocate]:
     return anywhere, getattr(torch._C._dynamo.guards, "_empty_strided_cuda", anywhere)
 
 
+_address = Tensor.data_ptr
 # None where this torch has no such function; then nothing is known to be on the current device.
 _current: Callable[[], int | None] = getattr(torch._C, "_cuda_getDevice", lambda: None)
 
@@ -282,10 +284,9 @@ class Prepared:
         """Enqueue the operation on inputs that were checked, without those that are not given; see `run`."""
         allocate = self._here if _current() == self.device else self._anywhere
         made = list(outs)
-        made += [allocate(sizes, strides, dtype) for sizes, strides, dtype in sized.made[len(made) :]]
+        made += starmap(allocate, sized.made[len(made) :])
         if sized.launches:
-            pointers = [tensor.data_ptr() for tensor in given]
-            pointers += [tensor.data_ptr() for tensor in made]
+            pointers = list(map(_address, (*given, *made)))
             bits = 0
             for pointer in pointers:
                 bits |= pointer

@@ -96,16 +96,22 @@ def usable() -> bool:
         return False
 
 
+@lru_cache(maxsize=1)
+def _allowed() -> int:
+    """The bits of `_KEYS`."""
+    bits = 0
+    for key in (*_KEYS, *(key.format(on) for on in ("CPU", "CUDA") for key in _KEYS_ON)):
+        bits |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)).raw_repr()
+    return bits
+
+
 def _plain(tensors: Sequence[Tensor]) -> bool:
     """Whether nothing but a device's kernels, autograd and autocast take part in a call."""
-    keys = torch._C.DispatchKey
-    allowed = 0
-    for key in (*_KEYS, *(key.format(on) for on in ("CPU", "CUDA") for key in _KEYS_ON)):
-        allowed |= torch._C.DispatchKeySet(getattr(keys, key)).raw_repr()
-    here = torch._C._dispatch_tls_local_include_set().raw_repr()
+    others = ~_allowed()
+    if torch._C._dispatch_tls_local_include_set().raw_repr() & others:
+        return False
     return all(
-        type(tensor) in _TYPES and (torch._C._dispatch_keys(tensor).raw_repr() | here) & ~allowed == 0
-        for tensor in tensors
+        type(tensor) in _TYPES and not torch._C._dispatch_keys(tensor).raw_repr() & others for tensor in tensors
     )
 
 
@@ -113,7 +119,8 @@ def _picker(indexes: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]
     """What takes these of a sequence."""
     if len(indexes) > 1:
         return itemgetter(*indexes)
-    return lambda values: tuple(values[index] for index in indexes)
+    first = indexes[0] if indexes else 0
+    return (lambda values: (values[first],)) if indexes else lambda values: ()
 
 
 class Seen:
@@ -184,10 +191,13 @@ def learn(name: str, tensors: Sequence[Tensor | None], text: str) -> None:
         return
     present = [tensor for tensor in tensors if tensor is not None]
     known, key = _known[name], (text, present[0].shape[0])
-    seen = known.get(key, ())
+    seen = known.get(key)
+    if seen is None:  # a token count that comes once is not worth the look
+        if len(known) >= _SIZES:
+            known.clear()
+        known[key] = ()
+        return
     found = prepared_before(OPERATIONS[name], text, tensors, present[0].get_device())
     if found is None or ran is not found.ran or len(seen) >= _LOOKS or not _plain(present):
         return
-    if len(known) >= _SIZES:
-        known.clear()
     known[key] = (*seen, Seen(found, tensors))
