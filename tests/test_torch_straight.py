@@ -23,7 +23,7 @@ from mhcgen.errors import InputError, InputTypeError
 from mhcgen.torch import launch, ops, straight
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
-NAMES = ("mean", "pre", "post", "head")
+NAMES = ("mean", "pre", "post", "head", "boundary")
 
 
 class Counter:
@@ -106,7 +106,7 @@ def test_a_call_goes_straight_when_it_was_seen(counter: Counter) -> None:
 def test_another_token_count_or_state_is_learned_by_itself(counter: Counter) -> None:
     run, x = ready(counter)
     longer = torch.zeros(5, 4, 16)
-    assert [counter.straight(lambda: run(longer)) for _ in range(2)] == [False, True]
+    assert [counter.straight(lambda: run(longer)) for _ in range(3)] == [False, False, True]
     assert run(longer).shape == (5, 16)
     with torch.inference_mode():
         assert [counter.straight(run) for _ in range(2)] == [False, True]
@@ -144,6 +144,15 @@ def test_what_is_not_as_before_has_the_old_errors(counter: Counter) -> None:
     assert error.value.code == "I-UNKNOWN"
     assert counter.launched == launched
     assert counter.straight(lambda: mhc.pre(x, fn, scale, base, setup=SMALL))
+
+
+def test_one_tensor_as_two_inputs_is_not_learned(counter: Counter) -> None:
+    setup = mhc.Setup("deepseek-v4.1", hidden=16, iters=3)
+    tensors = inputs("boundary", setup)
+    tensors[-1] = tensors[2]  # pre_prev is post
+    for _ in range(5):
+        assert not counter.straight(lambda: mhc.operator("boundary")(*tensors, setup.text))
+    assert not any(straight._known["boundary"].values())
 
 
 def test_modes_and_the_profiler_see_every_call(counter: Counter) -> None:

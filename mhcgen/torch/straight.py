@@ -200,4 +200,6 @@ def learn(name: str, tensors: Sequence[Tensor | None], text: str) -> None:
     found = prepared_before(OPERATIONS[name], text, tensors, present[0].get_device())
     if found is None or ran is not found.ran or len(seen) >= _LOOKS or not _plain(present):
         return
-    known[key] = (*seen, Seen(found, tensors))
+    made = Seen(found, tensors)
+    if made.same(*present):  # not where one tensor is two inputs
+        known[key] = (*seen, made)
