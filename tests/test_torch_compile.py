@@ -14,7 +14,7 @@ from torch_cases import CASES, IDS, SMALL, as_tuple, inputs, no_compiler
 
 import mhcgen.torch as mhc
 from mhcgen.torch import OPERATIONS, Setup
-from mhcgen.torch.ops import INTEGRAL
+from mhcgen.torch.autograd import INTEGRAL
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from torch_cases import CASES, IDS, PLAIN, as_tuple, inputs, no_compiler
 
 import mhcgen.torch as mhc
 from mhcgen.errors import InputError, InputTypeError
-from mhcgen.torch import Setup, operator
+from mhcgen.torch import Setup, operator, straight
 from mhcgen.torch.cpu import as_numpy
 
 pytestmark = [
@@ -55,9 +55,12 @@ def test_the_gpu_has_the_bits_of_the_cpu(name: str, gemm: bool, dtype: str) -> N
     tensors = inputs(name, SETUPS[dtype], tokens=5, gemm=gemm)
     with mhc.use_path("kernels"):
         wanted = run(name, SETUPS[dtype], tensors)
-    made = run(name, SETUPS[dtype], on_gpu(tensors))
-    assert mhc.last_path().path == "cuda"
-    assert same(made, wanted)
+    given = on_gpu(tensors)
+    for _ in range(4):  # by the dispatcher, and straight
+        made = run(name, SETUPS[dtype], given)
+        assert mhc.last_path().path == "cuda"
+        assert same(made, wanted)
+    assert straight.find(name, given, SETUPS[dtype].text) is not None
 
 
 @needs_executor
@@ -114,7 +117,10 @@ def test_no_tokens(name: str) -> None:
 def test_work_is_on_the_current_stream_and_nothing_waits() -> None:
     mhc.warm_up(SETUP, ["pre", "post"])
     x, fn, _, scale, base, *_ = on_gpu(inputs("pre", SETUP, tokens=4))
-    wanted = mhc.pre(x, fn, scale, base, setup=SETUP)
+    for _ in range(4):
+        wanted = mhc.pre(x, fn, scale, base, setup=SETUP)
+        mhc.post(x, wanted.y, wanted.post, wanted.comb, setup=SETUP)
+    assert straight.find("pre", (x, fn, None, scale, base, None, None), SETUP.text) is not None
     late = torch.zeros_like(x)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -161,12 +167,15 @@ def test_threads_on_streams_of_their_own() -> None:
 def test_tensors_on_another_device_than_the_current_one() -> None:
     tensors = inputs("pre", SETUP, tokens=4)
     wanted = run("pre", SETUP, [None if t is None else t.to("cuda:0") for t in tensors])
-    with torch.cuda.device(0):
-        made = run("pre", SETUP, [None if t is None else t.to("cuda:1") for t in tensors])
-        assert torch.cuda.current_device() == 0
-    assert all(result.device == torch.device("cuda:1") for result in made)
-    torch.cuda.synchronize(1)
-    assert same(made, wanted)
+    given = [None if t is None else t.to("cuda:1") for t in tensors]
+    for _ in range(4):  # by the dispatcher, and straight
+        with torch.cuda.device(0):
+            made = run("pre", SETUP, given)
+            assert torch.cuda.current_device() == 0
+        assert all(result.device == torch.device("cuda:1") for result in made)
+        torch.cuda.synchronize(1)
+        assert same(made, wanted)
+    assert straight.find("pre", given, SETUP.text) is not None
 
 
 # ---- graphs ---------------------------------------------------------------------------------------------
@@ -180,6 +189,8 @@ def test_a_captured_graph_outlives_what_comes_after() -> None:
         made = mhc.pre(x, fn, scale, base, setup=setup)
         return mhc.post(x, made.y, made.post, made.comb, setup=setup)
 
+    for _ in range(4):
+        site(site(x))
     still = x.clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -254,6 +265,21 @@ def test_compiled_by_inductor() -> None:
         for _ in range(3):
             made = reduced(x, fn, scale, base).clone()
     torch.testing.assert_close(made, site(x, fn, scale, base).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_call_that_goes_straight_has_the_same_gradients() -> None:
+    tensors = inputs("pre", SETUP, tokens=6, device="cuda", grad=True)
+    given = [tensor for tensor in tensors if tensor is not None]
+    found = []
+    for _ in range(4):
+        made = run("pre", SETUP, tensors)
+        assert all(result.requires_grad for result in made)
+        found.append(torch.autograd.grad([result.sum() for result in made], given))
+    assert straight.find("pre", tensors, SETUP.text).record is not None
+    for later in found[1:]:
+        torch.testing.assert_close(later, found[0])
+    with torch.no_grad():
+        assert not any(result.requires_grad for result in run("pre", SETUP, tensors))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -16,7 +16,7 @@ from mhcgen.errors import UsageError
 from mhcgen.models import MODELS
 from mhcgen.models import model as find_model
 from mhcgen.torch import OPERATIONS, Setup, operator
-from mhcgen.torch.ops import INTEGRAL
+from mhcgen.torch.autograd import INTEGRAL
 
 TINY = Setup("deepseek-v4", streams=3, hidden=4, iters=3)
 

@@ -84,6 +84,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setattr(launch, "arch_of", lambda device: "sm_90")
     monkeypatch.setattr(launch, "_allocators", lambda device: (made.allocate, made.allocate))
     monkeypatch.setattr(launch, "_stream", lambda device: STREAM)
+    monkeypatch.setattr(launch, "_current", lambda: -1)
     return made
 
 

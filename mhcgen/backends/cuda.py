@@ -291,7 +291,7 @@ class CudaModule:
                 )
             shape = (*shape[:4], False)
         buffer.configure(shape, stream)
-        if driver.is_current(function.device, buffer.probe):
+        if driver.is_current(function.device, buffer):
             function.prepare(shape[2], shape[3])
             code = driver.launch_kernel(buffer.config_address, function.handle, buffer.pointers_address, None)
         else:

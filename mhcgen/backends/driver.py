@@ -126,6 +126,9 @@ class Driver:
             )
         launch.argtypes = (pointer, pointer, pointer, pointer)
         self.launch_kernel = launch
+        # Called before every launch and done at once: not worth handing Python's lock to another thread.
+        self.get_current: Any = ctypes.PyDLL(path, handle=self._library._handle).cuCtxGetCurrent
+        self.get_current.argtypes = (pointer,)
 
     def describe(self, code: int) -> str:
         """E.g. `CUDA_ERROR_INVALID_VALUE (1): invalid argument`."""
@@ -182,13 +185,17 @@ class Driver:
         finally:
             self._library.cuCtxPopCurrent_v2(ctypes.byref(before))
 
-    def is_current(self, device: int, probe: ctypes.c_void_p) -> bool:
-        """Whether the primary context of `device` is this thread's current one; `probe` is overwritten."""
+    def context(self, device: int) -> int:
+        """The primary context of `device`."""
+        return (self._contexts.get(device) or self._retain(device)).value or 0
+
+    def is_current(self, device: int, buffer: LaunchBuffer) -> bool:
+        """Whether the primary context of `device` is this thread's current one; the buffer's probe is overwritten."""
         context = self._contexts.get(device)
         if context is None:
             return False
-        self._library.cuCtxGetCurrent(ctypes.byref(probe))
-        return probe.value == context.value
+        self.get_current(buffer.probe_address)
+        return buffer.probe.value == context.value
 
     def _retain(self, device: int) -> ctypes.c_void_p:
         with self._lock:
@@ -319,7 +326,9 @@ class LaunchBuffer:
         self._config = LaunchConfig()
         self._config.attributes = ctypes.cast(self._attributes, ctypes.POINTER(Attribute))
         self._shape: object = None
+        self._stream = 0
         self.probe = ctypes.c_void_p()
+        self.probe_address = ctypes.c_void_p(ctypes.addressof(self.probe))
         self.config_address = ctypes.c_void_p(ctypes.addressof(self._config))
         self.pointers_address = ctypes.c_void_p(ctypes.addressof(self._pointers))
 
@@ -330,8 +339,9 @@ class LaunchBuffer:
     ) -> None:
         """Fill the configuration: (grid, block, dynamic shared bytes, cluster, dependent) and the stream."""
         config = self._config
-        config.stream = stream
-        if shape == self._shape:
+        if stream != self._stream:
+            config.stream = self._stream = stream
+        if shape is self._shape or shape == self._shape:
             return
         grid, block, config.shared_bytes, cluster, dependent = shape
         config.grid_x, config.grid_y, config.grid_z = grid

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from mhcgen.errors import InputError, InputTypeError
+from mhcgen.torch import straight
 from mhcgen.torch.operations import OPERATIONS
 from mhcgen.torch.ops import operator
 from mhcgen.torch.setup import Setup
@@ -128,24 +129,28 @@ Results = TypeVar(
 
 _OPERATORS = {name: operator(name) for name in OPERATIONS}
 _OUT_OPERATORS = {name: operator(name, out=True) for name in OPERATIONS}
-# Nothing to record means nothing for torch's autograd layer to do, which in Python costs more than the launch.
-_below_autograd = getattr(torch._C, "_AutoDispatchBelowAutograd", None)
-_any_requires_grad = getattr(torch._C, "_any_requires_grad", lambda *tensors: True)
 
 
-def _call(name: str, tensors: tuple[Tensor | None, ...], setup: Setup) -> Any:
-    operation = _OPERATORS[name]
+def _call(name: str, tensors: tuple[Tensor | None, ...], setup: Setup) -> tuple[Tensor, ...]:
+    operation, text = _OPERATORS[name], setup.text
     if torch.compiler.is_compiling():
-        return operation(*tensors, setup.text)
+        return _tuple(operation(*tensors, text))
+    made = straight.attempt(name, tensors, text)
+    if made is not None:
+        return made
     try:
-        if _below_autograd is None or (torch.is_grad_enabled() and _any_requires_grad(*tensors)):
-            return operation(*tensors, setup.text)
-        with _below_autograd():
-            return operation(*tensors, setup.text)
+        made = _tuple(operation(*tensors, text))
     except (RuntimeError, TypeError) as error:
         if all(tensor is None or isinstance(tensor, Tensor) for tensor in tensors):
             raise
         raise _not_a_tensor(name, tensors) from error
+    if torch.is_inference_mode_enabled():  # where autograd, which learns otherwise, has no part in a call
+        straight.learn(name, tensors, text)
+    return made
+
+
+def _tuple(made: Any) -> tuple[Tensor, ...]:
+    return (made,) if isinstance(made, Tensor) else tuple(made)
 
 
 def _call_out(name: str, tensors: tuple[Tensor | None, ...], setup: Setup, out: tuple[Tensor, ...]) -> None:
@@ -190,7 +195,7 @@ def _many(
 
 def _one(name: str, tensors: tuple[Tensor | None, ...], setup: Setup, out: Tensor | None) -> Tensor:
     if out is None:
-        made: Tensor = _call(name, tensors, setup)
+        (made,) = _call(name, tensors, setup)
         return made
     _call_out(name, tensors, setup, (out,))
     return out

@@ -13,6 +13,8 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import starmap
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -71,6 +73,7 @@ def _allocators(device: int) -> tuple[Allocate, Allocate]:
     return anywhere, getattr(torch._C._dynamo.guards, "_empty_strided_cuda", anywhere)
 
 
+_address = Tensor.data_ptr
 # None where this torch has no such function; then nothing is known to be on the current device.
 _current: Callable[[], int | None] = getattr(torch._C, "_cuda_getDevice", lambda: None)
 
@@ -85,7 +88,7 @@ class Launcher:
         cluster: blocks of its clusters, None without any.
     """
 
-    __slots__ = ("_driver", "_free", "_function", "_pack", "_slots", "device", "launches", "name")
+    __slots__ = ("_context", "_driver", "_free", "_function", "_pack", "_slots", "device", "launches", "name")
 
     def __init__(self, driver: Driver, function: Function, sign: KernelSignature, cluster: Dim3 | None) -> None:
         self._driver = driver
@@ -98,6 +101,7 @@ class Launcher:
         self.name = sign.name
         self.device = function.device
         self.launches = 0
+        self._context = driver.context(self.device)
         with driver.on_device(self.device):
             function.prepare(0, cluster)
 
@@ -114,7 +118,8 @@ class Launcher:
             buffer = LaunchBuffer(self._slots)
         self._pack(buffer.arguments, 0, *values)
         buffer.configure(shape, stream)
-        if driver.is_current(self.device, buffer.probe):
+        driver.get_current(buffer.probe_address)
+        if buffer.probe.value == self._context:
             code = driver.launch_kernel(buffer.config_address, function.handle, buffer.pointers_address, None)
         else:
             with driver.on_device(self.device):
@@ -187,7 +192,8 @@ class _Sized:
             made.append((sizes, tuple(strides), spec.dtype))
         self.made = tuple(made)
         self.launches = tuple(
-            (index, prepared.slots[index], *shape_of(kernel, tokens)) for index, kernel in prepared.order
+            (index, itemgetter(*prepared.slots[index]), *shape_of(kernel, tokens))
+            for index, kernel in (prepared.order if tokens else ())
         )
 
 
@@ -259,13 +265,10 @@ class Prepared:
         """
         first = tensors[0]
         tokens = first.shape[0] if first.ndim else -1
-        sized = self._sized.get(tokens)
-        if sized is None:
-            if not 0 <= tokens <= self.call.limit:
-                return None
-            sized = self._size(tokens)
+        if not 0 <= tokens <= self.call.limit:
+            return None
+        sized = self.sized(tokens)
         device = self.device
-        pointers = []
         for index, dtype, shape in sized.inputs:
             tensor = tensors[index]
             if (
@@ -275,28 +278,30 @@ class Prepared:
                 or tensor.get_device() != device
             ):
                 return None
-            pointers.append(tensor.data_ptr())
+        return self.launch(sized, [tensors[index] for index in self.given], outs)
+
+    def launch(self, sized: _Sized, given: Sequence[Tensor], outs: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+        """Enqueue the operation on inputs that were checked, without those that are not given; see `run`."""
+        allocate = self._here if _current() == self.device else self._anywhere
         made = list(outs)
-        allocate = self._here if _current() == device else self._anywhere
-        for sizes, strides, dtype in sized.made[len(made) :]:
-            tensor = allocate(sizes, strides, dtype)
-            made.append(tensor)
-        if tokens == 0:
-            return tuple(made[: self._results])
-        for tensor in made:
-            pointers.append(tensor.data_ptr())
-        bits = 0
-        for pointer in pointers:
-            bits |= pointer
-        twin = bits % VECTOR_ALIGNMENT != 0
-        launchers = self._launchers.get(twin) or self.launchers(twin)
-        stream = _stream(device)
-        for index, slots, launch_shape, scalars in sized.launches:
-            launchers[index].launch([*[pointers[slot] for slot in slots], *scalars], launch_shape, stream)
+        made += starmap(allocate, sized.made[len(made) :])
+        if sized.launches:
+            pointers = list(map(_address, (*given, *made)))
+            bits = 0
+            for pointer in pointers:
+                bits |= pointer
+            twin = bits % VECTOR_ALIGNMENT != 0
+            launchers = self._launchers.get(twin) or self.launchers(twin)
+            stream = _stream(self.device)
+            for index, slots, shape, scalars in sized.launches:
+                launchers[index].launch((*slots(pointers), *scalars), shape, stream)
         return tuple(made[: self._results])
 
-    def _size(self, tokens: int) -> _Sized:
-        if len(self._sized) >= _SIZES:
-            self._sized.clear()
-        self._sized[tokens] = sized = _Sized(self, tokens)
-        return sized
+    def sized(self, tokens: int) -> _Sized:
+        """What follows from a token count; kept."""
+        found = self._sized.get(tokens)
+        if found is None:
+            if len(self._sized) >= _SIZES:
+                self._sized.clear()
+            self._sized[tokens] = found = _Sized(self, tokens)
+        return found

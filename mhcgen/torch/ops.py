@@ -17,34 +17,14 @@ import torch
 from torch import Tensor
 
 from mhcgen.errors import InputError, InternalError
-from mhcgen.torch import cpu
+from mhcgen.torch import autograd, cpu
 from mhcgen.torch.calls import LAST, Call, call_of, note
 from mhcgen.torch.eager import evaluate
-from mhcgen.torch.launch import Prepared
 from mhcgen.torch.operations import OPERATIONS, Operation
+from mhcgen.torch.straight import READY, optional, prepared
 
 NAMESPACE = "mhcgen"
-#: Results without a gradient.
-INTEGRAL = ("q", "q_scale")
-
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
-
-#: operation -> text of its Setup, device, and which optional inputs are absent -> what launches it. Never evicted.
-_ready: dict[str, dict[tuple[Any, ...], Prepared]] = {name: {} for name in OPERATIONS}
-
-
-def prepared(operation: Operation, setup: str, tensors: Sequence[Tensor | None], device: int) -> Prepared:
-    """What launches an operation on a device, made the first time and kept for good."""
-    ready = _ready[operation.name]
-    key = (setup, device, *[tensors[index] is None for index in _optional(operation)])
-    found = ready.get(key)
-    if found is None:
-        found = ready.setdefault(key, Prepared(call_of(operation.name, setup, tensors), device))
-    return found
-
-
-def _optional(operation: Operation) -> tuple[int, ...]:
-    return tuple(index for index, name in enumerate(operation.inputs) if name.endswith("?"))
 
 
 def _present(tensors: Sequence[Tensor | None]) -> list[Tensor]:
@@ -93,11 +73,11 @@ def _on_cuda(operation: Operation, tensors: Sequence[Tensor | None], setup: str,
 
 def _quick(operation: Operation) -> Callable[..., Any]:
     """The implementation for CUDA: straight to the launches where the same call was made before."""
-    count, single, optional = len(operation.inputs), len(operation.outputs) == 1, _optional(operation)
-    ready = _ready[operation.name]
+    count, single, marked = len(operation.inputs), len(operation.outputs) == 1, optional(operation)
+    ready = READY[operation.name]
 
     def implementation(*args: Any) -> Any:
-        found = ready.get((args[count], args[0].get_device(), *[args[index] is None for index in optional]))
+        found = ready.get((args[count], args[0].get_device(), *[args[index] is None for index in marked]))
         made = None
         if found is not None and not cpu.torch_asked_for:
             made = found.run(args)
@@ -148,78 +128,7 @@ def _define(operation: Operation) -> None:
 
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
     torch.library.register_fake(f"{NAMESPACE}::{out_name}", fake_out, lib=LIBRARY)
-    torch.library.register_autograd(
-        f"{NAMESPACE}::{name}", _backward(operation), setup_context=_save(operation), lib=LIBRARY
-    )
-
-
-def _save(operation: Operation) -> Callable[..., None]:
-    count = len(operation.inputs)
-    integral = [index for index, output in enumerate(operation.outputs) if output in INTEGRAL]
-
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.save_for_backward(*inputs[:count])
-        ctx.setup = inputs[count]
-        ctx.set_materialize_grads(False)
-        if integral:
-            ctx.mark_non_differentiable(*[output[index] for index in integral])
-
-    return setup_context
-
-
-def _backward(operation: Operation) -> Callable[..., tuple[Tensor | None, ...]]:
-    count = len(operation.inputs)
-
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        tensors = ctx.saved_tensors
-        call = call_of(operation.name, ctx.setup, tensors)
-        found = gradients(call, tensors, ctx.needs_input_grad[:count], grads)
-        return (*found, None)
-
-    return backward
-
-
-def gradients(
-    call: Call, tensors: Sequence[Tensor | None], needed: Sequence[bool], grads: Sequence[Tensor | None]
-) -> list[Tensor | None]:
-    """Gradients of an operation's inputs, by its stages in torch.
-
-    Args:
-        call: the operation.
-        tensors: its inputs in the order of the schema.
-        needed: which of them want a gradient.
-        grads: of its results; None where nothing depends on one.
-
-    Returns:
-        One an input, in its dtype; None where it is not needed. Differentiable again where grad mode is on.
-    """
-    again = torch.is_grad_enabled()
-    wanted = [spec.name for spec, grad in zip(call.outputs, grads, strict=True) if grad is not None]
-    wanted = [name for name in wanted if name not in INTEGRAL]
-    names = [name for name, need in zip(call.operation.names, needed, strict=True) if need]
-    if not wanted or not names:
-        return [None] * len(tensors)
-    with torch.enable_grad(), torch.autocast(_present(tensors)[0].device.type, enabled=False):
-        given: dict[str, Tensor] = {}
-        for name, tensor in zip(call.operation.names, tensors, strict=True):
-            if tensor is not None:
-                leaf = tensor.view_as(tensor) if again else tensor.detach()
-                given[name] = leaf.requires_grad_() if name in names and not leaf.requires_grad else leaf
-        made = evaluate(call.program, given, wanted)
-        pairs = [
-            (made[spec.name], grad)
-            for spec, grad in zip(call.outputs, grads, strict=True)
-            if grad is not None and spec.name in made and made[spec.name].requires_grad
-        ]
-        found = torch.autograd.grad(
-            [result for result, _ in pairs],
-            [given[name] for name in names],
-            [grad for _, grad in pairs],
-            create_graph=again,
-            allow_unused=True,
-        )
-    by_name = dict(zip(names, found, strict=True))
-    return [by_name.get(name) for name in call.operation.names]
+    autograd.register(operation, LIBRARY)
 
 
 def operator(name: str, out: bool = False) -> Any:

@@ -16,8 +16,9 @@ from mhcgen.torch import cpu
 from mhcgen.torch.calls import Call, call_of
 from mhcgen.torch.launch import compiled
 from mhcgen.torch.operations import OPERATIONS, Operation, build_operation
-from mhcgen.torch.ops import operator, prepared
+from mhcgen.torch.ops import operator
 from mhcgen.torch.setup import Setup
+from mhcgen.torch.straight import prepared
 from mhcgen.warm_up import Built, WarmUp
 
 LOGGER = logging.getLogger("mhcgen")
