@@ -182,7 +182,7 @@ def prefill_cases(sizes: Sizes) -> list[tuple[Case, int, dict[str, Any]]]:
             case("pre", {"fuse": "project,rowsq+gates+sinkhorn+collapse", **PREFILL}, "2 launches", **common),
         ]
         if arithmetic is FAST:
-            forms.append(case("post", {}, **common))
+            forms.append(case("post", PREFILL, "prefill", **common))
         found += [(one, tokens, {}) for tokens in sizes.prefill for one in forms]
     # How many blocks with a slab fit an SM decides whether the slab is worth it: see docs/cost-model.md.
     for hidden in sizes.narrow:

@@ -421,4 +421,3 @@ def post(context: ClusterContext, stage: Stage) -> None:
         width=context.width,
         **context.slice_fields(),
     )
-    context.start(stage)

@@ -193,9 +193,11 @@ def quant(context: Context, stage: Stage) -> None:
 def post(context: Context, stage: Stage) -> None:
     """x_next[t,k,h] = post[t,k] f[t,h] + sum_j comb[t,j,k] x[t,j,h], fused multiply-adds in stream order."""
     gates, comb, target = stage.operand("post"), stage.operand("comb"), stage.result("x_next")
-    # The old streams and the branch's output end here; the new streams take their place.
-    source, reads, declares = context.streams(stage.operand("x"), once=True)
-    branch, more_reads, more_declares = context.column_source(stage.operand("f"), once=True)
+    # The old streams and the branch's output end here, the new ones take their place: caches of few tokens drop them.
+    # At many tokens such loads were slower (docs/measurements, 2026-12-01).
+    once = context.plan.options.regime == "decode"
+    source, reads, declares = context.streams(stage.operand("x"), once=once)
+    branch, more_reads, more_declares = context.column_source(stage.operand("f"), once=once)
     # Few enough gates stay in registers, loaded side by side; more are read where they are used.
     held = context.n * (context.n + 1) <= HELD_GATES
     load = "mhc_load_fp32" if context.n == 4 else "mhc_copy_floats"
