@@ -1,13 +1,15 @@
 """The emissions kept under `generated/`: snapshots whose diff a reviewer reads, and whose tests CI runs.
 
 One folder an emission, as `mhcgen emit --out` writes it, all for n = 4 and H = 4096: the unfused program, the three
-launches of the seed system, and the fused pre chain with each placement and sync at two block sizes.
+launches of the seed system, the fused pre chain with each placement and sync at two block sizes, and what an engine
+takes for decode: pre with its projection, and the whole boundary, each one launch on clusters of blocks.
 """
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 from mhcgen.build import configure
 from mhcgen.errors import InputError
@@ -25,13 +27,16 @@ FORMS: dict[str, tuple[str, str]] = {
     "registers": ("registers", "auto"),
 }
 
-#: Name of a folder -> schedule.
-GENERATED: dict[str, Options] = {
-    "unfused": Options(),
-    "seed": Options(fuse="seed"),
-    "pre": Options(fuse="pre"),
+DECODE: dict[str, Any] = {"dtype": "bf16", "projection": "fma"}
+#: Name of a folder -> what is computed, beside the defaults; schedule.
+GENERATED: dict[str, tuple[dict[str, Any], Options]] = {
+    "unfused": ({}, Options()),
+    "seed": ({}, Options(fuse="seed")),
+    "pre": ({}, Options(fuse="pre")),
+    "decode-pre": (DECODE, Options(fuse="pre")),
+    "decode-boundary": ({**DECODE, "scope": "boundary", "norm": True}, Options(fuse="boundary")),
     **{
-        f"pre-{form}-{threads}": Options(fuse="pre", placement=placement, sync=sync, threads=threads)
+        f"pre-{form}-{threads}": ({}, Options(fuse="pre", placement=placement, sync=sync, threads=threads))
         for form, (placement, sync) in FORMS.items()
         for threads in THREADS
     },
@@ -59,8 +64,7 @@ def generated_texts() -> dict[str, dict[str, str]]:
     """Folder name -> file name -> text; the files of the top folder are under the empty name."""
     import json
 
-    config = configure()
-    folders = {name: folder_texts(config, options) for name, options in GENERATED.items()}
+    folders = {name: folder_texts(configure(**what), options) for name, (what, options) in GENERATED.items()}
     commands = {name: json.loads(texts["manifest.json"])["command"] for name, texts in folders.items()}
     rows = "\n".join(f"| [{name}]({name}/kernel.cu) | `{command}` |" for name, command in commands.items())
     return {"": {"README.md": _README.format(rows=rows), "pytest.ini": _PYTEST}, **folders}

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from mhcgen.errors import UsageError
+from mhcgen.hazards import STRENGTH
 from mhcgen.ir import Program, Tensor
 from mhcgen.log import Refusal
 from mhcgen.plan import Kernel
@@ -22,9 +23,6 @@ REFUSED = "#cc0000"
 BARRIER = "#1f5fbf"
 
 LANGUAGES = ("dot", "mermaid", "svg")
-
-#: Scopes of barriers, the narrowest first.
-_SCOPES = ("warp", "data", "block", "cluster")
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class Edge:
     Args:
         source: node that has it.
         target: node that reads it.
-        tensor: its name.
+        tensor: its name; empty where only a barrier stands between the two.
         label: what stands beside the edge; empty where a node at its end says it.
         witness: it is on the path of a refusal.
         barrier: what orders its two ends inside their kernel, e.g. `block barrier`; empty where nothing has to.
@@ -146,11 +144,19 @@ def drawing_of(program: Program, kernels: Sequence[Kernel] = (), refusal: Refusa
         if tensor.role == "result":
             nodes.append(Node(f"tensor:{tensor.name}", _described(program, tensor), "result"))
             edges.append(Edge(writer, f"tensor:{tensor.name}", tensor.name))
+    # A step may read what a stage before its own predecessor made, as the first data warp of a cluster does.
+    drawn = {(edge.source, edge.target) for edge in edges}
+    order = {stage.name: at for at, stage in enumerate(program.stages)}
+    edges += [
+        Edge(*ends, "", barrier=barrier)
+        for ends, barrier in barriers.items()
+        if ends not in drawn and order[ends[0]] < order[ends[1]]
+    ]
     return Drawing(_units(program, kernels), tuple(nodes), tuple(edges))
 
 
 def _barriers(kernels: Sequence[Kernel]) -> dict[tuple[str, str], str]:
-    """The widest barrier between two stages of a kernel, or inside one, by the hazards that it covers."""
+    """The strongest barrier or wait between two stages of a kernel, or inside one, by the hazards that it covers."""
     found: dict[tuple[str, str], str] = {}
     for kernel in kernels:
         stage = {step.name: step.stage for step in kernel.steps()}
@@ -158,8 +164,8 @@ def _barriers(kernels: Sequence[Kernel]) -> dict[tuple[str, str], str]:
             for hazard in sync.because:
                 if not hazard.carried:
                     ends = (stage[hazard.first], stage[hazard.second])
-                    found[ends] = max(found.get(ends, sync.scope), sync.scope, key=_SCOPES.index)
-    return {ends: f"{scope} barrier" for ends, scope in found.items()}
+                    found[ends] = max(found.get(ends, sync.scope), sync.scope, key=STRENGTH.__getitem__)
+    return {ends: "arrival wait" if scope == "arrival" else f"{scope} barrier" for ends, scope in found.items()}
 
 
 def _inner(barrier: str) -> tuple[str, ...]:

@@ -35,7 +35,7 @@ def test_generated_is_what_this_version_emits() -> None:
 
 
 def test_the_set_holds_unfused_seed_and_every_placement_and_sync() -> None:
-    options = GENERATED.values()
+    options = [options for _, options in GENERATED.values()]
     assert {o.fuse for o in options} >= {"none", "seed", "pre"}
     assert {o.placement for o in options} == set(PLACEMENTS)
     assert {(o.placement, o.sync) for o in options} >= {("shared", "warp"), ("shared", "block")}

@@ -28,6 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
     "readers": {"fuse": "rowsq+gates", "extra": "engram,tap"},
     "site": {"scope": "site", "fuse": "pre"},
     "trunk": {"scope": "trunk", "fuse": "boundary", "layers": 2},
+    "cluster": {"fuse": "pre", "projection": "fma", "cluster": 4, "hidden": 1024},
 }
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -35,7 +36,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 def planned(case: str) -> Plan:
     from mhcgen.build import build_config
 
-    config, options = request(**CASES[case], hidden=64)
+    config, options = request(**{"hidden": 64, **CASES[case]})
     return run_pipeline(build_config(config), options)
 
 
@@ -112,7 +113,7 @@ def test_every_barrier_is_on_an_edge_or_inside_a_stage(case: str) -> None:
     plan = planned(case)
     drawing = drawing_of(plan.program, plan.kernels)
     shown = {(edge.source, edge.target): edge.barrier for edge in drawing.edges if edge.barrier}
-    inside = {node.name for node in drawing.nodes if node.label[-1].endswith(" barrier inside)")}
+    inside = {node.name for node in drawing.nodes if node.label[-1].endswith((" barrier inside)", " wait inside)"))}
     for kernel in plan.kernels:
         stage = {step.name: step.stage for step in kernel.steps()}
         for sync in kernel.syncs():
@@ -129,6 +130,14 @@ def test_a_barrier_is_shown_in_each_language() -> None:
     assert "pre<br/>block barrier" in draw(plan.program, "mermaid", kernels=plan.kernels)
     svg = draw(plan.program, "svg", kernels=plan.kernels)
     assert "block barrier</text>" in svg and 'stroke="#1f5fbf"' in svg
+
+
+def test_a_wait_for_what_other_blocks_send_is_shown() -> None:
+    plan = planned("cluster")
+    edges = {(edge.source, edge.target): edge.barrier for edge in drawing_of(plan.program, plan.kernels).edges}
+    assert edges["gates", "collapse"] == edges["rowsq", "gates"] == "arrival wait"
+    for language in LANGUAGES:
+        assert "arrival wait" in draw(plan.program, language, kernels=plan.kernels)
 
 
 def test_text_is_escaped() -> None:

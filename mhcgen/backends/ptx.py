@@ -19,6 +19,7 @@ _PATTERNS = {
     "shfl_sync": re.compile(r"shfl\.sync\b"),
     "vote_sync": re.compile(r"(vote|match|redux|elect)\b"),
     "barrier_cluster": re.compile(r"barrier\.cluster\b"),
+    "mbarrier_wait": re.compile(r"mbarrier\.(try|test)_wait\b"),
     "atomics": re.compile(r"(atom|red)\b"),
     "local_loads": re.compile(r"ld\.local\b"),
     "local_stores": re.compile(r"st\.local\b"),
@@ -35,6 +36,7 @@ class Counts:
         shfl_sync: shuffles.
         vote_sync: votes, matches, elections and warp reductions.
         barrier_cluster: arrivals at and waits for cluster barriers.
+        mbarrier_wait: waits for what other blocks send.
         atomics: atomic operations and reductions in memory.
         local_loads: loads from local memory, which is off-chip.
         local_stores: stores to local memory.
@@ -46,6 +48,7 @@ class Counts:
     shfl_sync: int = 0
     vote_sync: int = 0
     barrier_cluster: int = 0
+    mbarrier_wait: int = 0
     atomics: int = 0
     local_loads: int = 0
     local_stores: int = 0
@@ -357,12 +360,12 @@ def block_barrier_in_loop(ptx: str, kernel: str) -> bool:
 
 
 def sync_sites(ptx: str, kernel: str) -> tuple[Instruction, ...]:
-    """The barriers, shuffles and votes of a kernel in order; `source_lines` need `-lineinfo`.
+    """The barriers, waits, shuffles and votes of a kernel in order; `source_lines` need `-lineinfo`.
 
     Raises:
         UsageError: `U-KERNEL`, the module has no such function.
     """
-    kinds = {"bar_sync", "bar_warp_sync", "barrier_cluster", "shfl_sync", "vote_sync"}
+    kinds = {"bar_sync", "bar_warp_sync", "barrier_cluster", "mbarrier_wait", "shfl_sync", "vote_sync"}
     return tuple(item for item in _find(parse(ptx), kernel).body if item.kind in kinds)
 
 

@@ -21,7 +21,7 @@ class Resources:
     Args:
         compiler: the version of NVRTC; empty where there is none.
         rows: (arch, kernel, threads, registers, spill bytes, stack bytes, shared bytes, block barriers, warp
-            barriers, shuffles, cluster barriers).
+            barriers, shuffles, cluster barriers, arrival waits).
         notes: what is missing, and why.
     """
 
@@ -32,7 +32,7 @@ class Resources:
 
 HEAD = (
     "arch", "kernel", "threads", "registers", "spills (B)", "stack (B)", "shared (B)", "block barriers",
-    "warp barriers", "shuffles", "cluster barriers",
+    "warp barriers", "shuffles", "cluster barriers", "arrival waits",
 )
 
 
@@ -67,6 +67,7 @@ def resources_of(program: Program, options: Options, archs: Iterable[str] | None
             figures = (
                 kernel.threads, found.registers, spills, found.stack, kernel.shared_bytes, counts.bar_sync,
                 counts.bar_warp_sync, counts.shfl_sync, counts.barrier_cluster,
+                counts.mbarrier_wait,
             )
             cells = ("-" if figure is None else str(figure) for figure in figures)
             rows.append((compiled.target, kernel.name, *cells))

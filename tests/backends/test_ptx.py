@@ -72,6 +72,7 @@ def test_counts_of_every_kind() -> None:
 \tshfl.sync.bfly.b32 \t%r5|%p2, %r4, 16, 31, -1;  // bar.sync in a comment
 \tvote.sync.any.pred \t%p1, %p2, -1; redux.sync.add.s32 %r1, %r2, -1; elect.sync %r1|%p1, -1;
 \tbarrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
+\tmbarrier.init.shared::cta.b64 [%r1], 1; mbarrier.try_wait.parity.shared::cta.b64 %p1, [%r1], 0;
 \tatom.global.add.u32 \t%r1, [%rd1], 1; red.global.add.f32 [%rd1], %f1;
 \tld.local.v2.f32 \t{%f1, %f2}, [%rd2]; st.local.v2.f32 \t[%rd2], {%f1, %f2};
 \tld.shared.f32 \t%f1, [%rd2];
@@ -79,7 +80,7 @@ def test_counts_of_every_kind() -> None:
 """
     function = parse(module(body))["k"]
     assert function.is_entry
-    assert function.counts == Counts(4, 1, 1, 3, 2, 2, 1, 1, 17)
+    assert function.counts == Counts(4, 1, 1, 3, 2, 1, 2, 1, 1, 19)
     assert [site.text.split()[0] for site in sync_sites(module(body), "k")][:2] == [
         "bar.sync",
         "barrier.sync",
