@@ -110,12 +110,18 @@ def test_powers_of_two_are_rounded_up() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 16), st.integers(0, 1000), st.floats(0.0, 3.0))
 def test_columns_sum_to_one_and_rows_nearly(n: int, seed: int, width: float) -> None:
-    comb = reference.sinkhorn(logits_of(3, n, n, seed=seed, width=width), 20, 1e-6)
+    logits = logits_of(3, n, n, seed=seed, width=width)
+    comb = reference.sinkhorn(logits, 20, 1e-6)
     assert comb.shape == (3, n, n)
     assert comb.min() > 0
-    # The last step divides columns by sum + eps; rows are as good as the iterations made them.
+    # The last step divides columns by sum + eps; rows are as good as the iterations made them: each of 19 contracts
+    # the distance of the row sums by the square of Birkhoff's coefficient, of the widest cross ratio of the matrix.
     assert comb.sum(axis=1) == pytest.approx(1.0, abs=2e-6)
-    assert comb.sum(axis=2) == pytest.approx(1.0, abs=1e-3)
+    for one, made in zip(logits.reshape(3, n, n), comb, strict=True):
+        pairs = one[:, None, :] - one[None, :, :]
+        widest = float((pairs.max(axis=2) - pairs.min(axis=2)).max())
+        left = np.tanh(widest / 4) ** (2 * 19) * widest
+        assert np.abs(np.log(made.sum(axis=1))).max() <= left + 1e-3
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
