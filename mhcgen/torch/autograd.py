@@ -34,6 +34,7 @@ def register(operation: Operation, library: torch.library.Library) -> None:
     overload = getattr(getattr(torch.ops, library.ns), operation.name).default
     below, after = torch._C._AutoDispatchBelowAutograd, torch._C._after_autograd_keyset
     any_requires_grad = torch._C._any_requires_grad
+    name, find = operation.name, straight.find
 
     class Recorded(torch.autograd.Function):
         """The inputs of an operator, and either a call that was seen or the keys it is dispatched by."""
@@ -59,20 +60,19 @@ def register(operation: Operation, library: torch.library.Library) -> None:
     straight.RECORD[operation.name] = super(torch.autograd.Function, Recorded).apply
 
     def kernel(keys: Any, *args: Any) -> Any:
-        tensors, text = args[:count], args[count]
-        recording = torch.is_grad_enabled()
-        seen = straight.find(operation.name, tensors, text)
+        seen = find(name, args, args[count])
         if seen is not None:
-            if recording and seen.record is not None:
+            if seen.record is not None and torch.is_grad_enabled():
                 return seen.record(*args, seen)
             made = seen.run(args)
             return made[0] if single else made
-        if recording and any_requires_grad(*tensors):
+        tensors, text = args[:count], args[count]
+        if torch.is_grad_enabled() and any_requires_grad(*tensors):
             output = Recorded.apply(*args, keys)
         else:
             with below():
                 output = overload.redispatch(keys & after, *args)
-        straight.learn(operation.name, tensors, text)
+        straight.learn(name, tensors, text)
         return output
 
     library.impl(operation.name, kernel, "Autograd", with_keyset=True)

@@ -283,10 +283,9 @@ class Prepared:
     def launch(self, sized: _Sized, given: Sequence[Tensor], outs: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
         """Enqueue the operation on inputs that were checked, without those that are not given; see `run`."""
         allocate = self._here if _current() == self.device else self._anywhere
-        made = list(outs)
-        made += starmap(allocate, sized.made[len(made) :])
+        made = [*outs, *starmap(allocate, sized.made[len(outs) :])]
         if sized.launches:
-            pointers = list(map(_address, (*given, *made)))
+            pointers = [*map(_address, given), *map(_address, made)]
             bits = 0
             for pointer in pointers:
                 bits |= pointer
