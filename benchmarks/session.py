@@ -39,6 +39,8 @@ SEED: dict[str, Any] = {"functions": "ieee", "sumsq": "fp64"}
 PREFILL: dict[str, Any] = {"regime": "prefill"}
 #: Seconds without a new figure after which a section is stopped: the compiler of a rival may take most of them.
 PATIENCE = 75.0
+#: Rivals that compile anew for each token count, for up to minutes.
+SLOW = ("liger", "torch-compile")
 
 
 @dataclass(frozen=True)
@@ -258,11 +260,11 @@ def seed(session: Session) -> None:
 
 
 def peers(session: Session) -> None:
-    """Rivals beside our own figures; the compiled formula last, since its compiler takes long."""
+    """Rivals beside our own figures; last those whose compilers take minutes."""
     rows = session.found.setdefault("rows", [])
     cases = peer_cases(session.sizes)
     session.rows((one, tokens, {}) for one, tokens in cases)
-    for peer in sorted(PEERS.values(), key=lambda peer: peer.name == "torch-compile"):
+    for peer in sorted(PEERS.values(), key=lambda peer: peer.name in SLOW):
         missing = peer.missing()
         if missing:
             session.found.setdefault("missing", {})[peer.name] = missing
