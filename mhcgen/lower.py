@@ -157,6 +157,8 @@ def tensors_of(plan: Plan, kernel: Kernel) -> tuple[str, ...]:
 
 def _kernel(plan: Plan, kernel: Kernel) -> EmitKernel:
     tensors = _global_tensors(plan, kernel)
+    # Loads through a const __restrict__ pointer may be moved before the wait for the launch that writes what they read.
+    late = {identifier(t.name) for t, written in tensors if kernel.dependent and not written and t.role != "parameter"}
     named = _names_in_fields(kernel)
     rows = []
     for tensor, written in tensors:
@@ -182,7 +184,11 @@ def _kernel(plan: Plan, kernel: Kernel) -> EmitKernel:
         name=kernel.name,
         threads=kernel.threads,
         comments=_comments(plan, kernel),
-        parameters=tuple(f"{p.ctype} __restrict__ {p.name}" for p in sign.params if p.ctype.endswith("*")),
+        parameters=tuple(
+            f"{p.ctype} {'' if p.name in late else '__restrict__ '}{p.name}"
+            for p in sign.params
+            if p.ctype.endswith("*")
+        ),
         scalars=tuple(f"const {p.ctype} {p.name}" for p in sign.params[:-1] if not p.ctype.endswith("*")),
         guards=("mhc_refuse_fast_math();",) if plan.program.arithmetic.functions == "ieee" else (),
         indexes=_indexes(plan, kernel),

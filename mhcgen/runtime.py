@@ -85,7 +85,9 @@ class Module:
         Args:
             out: arrays to write results and intermediate values into, by tensor name; the rest is allocated.
             branches: opaque stage name to a callable of its operands by slot; needed where the Program has one.
-            launch_options: passed to the runner (host: order, seed, blocks, count_accesses; cuda: stream).
+            launch_options: `per_cluster`, the most tokens that a cluster of blocks takes (as few as keep all clusters
+                resident, unless given); the rest is for the runner (host: order, seed, blocks, count_accesses; cuda:
+                stream).
             tensors: every input and parameter by name; shapes and dtypes as in the Program.
 
         Returns:
@@ -104,6 +106,14 @@ class Module:
                     where=what,
                     hints=("give a dict, or leave it out",),
                 )
+        most = (launch_options or {}).get("per_cluster", 1)
+        if type(most) is not int or most < 1:
+            raise UsageError(
+                "U-OPTION",
+                f"per_cluster is a number of tokens from 1 on, got {most!r}",
+                where="launch_options['per_cluster']",
+                hints=("leave it out",),
+            )
         tokens = self._check_inputs(tensors)
         arrays: dict[str, Any] = dict(tensors)
         if out:
@@ -148,9 +158,10 @@ class Module:
     def _launch(self, kernel: Kernel, arrays: dict[str, Any], tokens: int, options: dict[str, Any]) -> None:
         # The gate launches kernels of its own with these arrays: variants of the plan's.
         names, fresh = self._pointers.get(kernel.name) or _pointers(self.plan, kernel)
+        most = options.pop("per_cluster", 0)
         args = [arrays[name] for name in names]
         scalar = self._misaligned(args)
-        grid, scalars = geometry(kernel, tokens)
+        grid, scalars = geometry(kernel, tokens, most)
         tail: list[Any] = [*scalars]
         if kernel.cluster > 1:
             options["cluster"] = (1, kernel.cluster, 1)
@@ -325,14 +336,20 @@ def _dtype_hint(want: str, have: str) -> str:
     return f"convert it explicitly to {NUMPY_DTYPES[want].name}"
 
 
-def geometry(kernel: Kernel, tokens: int) -> tuple[tuple[int, int], tuple[int, ...]]:
-    """The grid of a launch, and the scalar arguments it ends with: tokens per cluster where there are any, tokens."""
+def geometry(kernel: Kernel, tokens: int, most: int = 0) -> tuple[tuple[int, int], tuple[int, ...]]:
+    """The grid of a launch, and the scalar arguments it ends with: tokens per cluster where there are any, tokens.
+
+    Args:
+        kernel: what is launched.
+        tokens: T.
+        most: tokens that a cluster takes, no more than the kernel has room for; 0 for the kernel's own choice.
+    """
     blocks = kernel.grid_blocks
     if kernel.grid == "once":
         return (1, 1), (tokens,)
     if kernel.cluster == 1:
         return (tokens, blocks), (tokens,)
-    per_cluster = kernel.tokens_per_cluster(tokens)
+    per_cluster = min(kernel.tokens, most) if most else kernel.tokens_per_cluster(tokens)
     return (-(-tokens // per_cluster), blocks), (per_cluster, tokens)
 
 

@@ -181,3 +181,25 @@ def test_the_sweep_compiles(name: str) -> None:
     result = nvrtc.compile(plan.source, plan.options.arch)
     assert list(result.resources) == [kernel.name for kernel in plan.kernels]
     assert_nothing_spilled({name: result})
+
+
+@pytest.mark.parametrize(
+    ("config", "fuse"),
+    [
+        ({}, "pre"),
+        ({"projection": "fma"}, "pre"),
+        ({"projection": "fma", "scope": "boundary", "norm": True}, "boundary"),
+        ({"scope": "post"}, "none"),
+    ],
+)
+def test_a_dependent_launch_reads_what_others_write_behind_its_wait(config: dict[str, Any], fuse: str) -> None:
+    """A load through `const __restrict__`, or one of the read-only cache, may be moved before the wait."""
+    plan = mhcgen.compile(mhcgen.build(hidden=1024, dtype="bf16", **config), fuse, dependent=True)
+    parameters = {t.name for t in plan.program.of_role("parameter")}
+    found = re.findall(r"^ {4}const \w+\* (__restrict__ )?(\w+),?$", plan.source, re.M)
+    assert {name for restrict, name in found if restrict} == {name for _, name in found} & parameters
+    assert {name for restrict, name in found if not restrict} == {t.name for t in plan.program.of_role("input")}
+    before, after = nvrtc.compile(plan.source, "sm_90").ptx.split("griddepcontrol.wait;")
+    assert not re.search(r"ld\.global(?!\.nc)|cp\.async", before)
+    if not parameters & {"fn", "norm_weight"}:
+        assert "ld.global" in after and "ld.global.nc" not in after

@@ -125,7 +125,7 @@ def findings(loaded: HostModule, plan: Plan, kernel: Kernel, arrays: dict[str, A
     names = tensors_of(plan, kernel)
     made_here = [name for name in names if plan.made_in(kernel, name)]
     args = [np.zeros_like(arrays[name]) if name in made_here else arrays[name] for name in names]
-    grid, scalars = geometry(kernel, TOKENS)
+    grid, scalars = geometry(kernel, TOKENS, TOKENS)  # a cluster takes them all
     options: dict[str, Any] = {"cluster": (1, kernel.cluster, 1)} if kernel.cluster > 1 else {}
     fresh = tuple(identifier(name) for name in made_here)
     report = loaded.launch(

@@ -202,6 +202,29 @@ def test_out_records_no_gradient() -> None:
         mhc.mean(x, setup=SMALL, out=torch.empty(3, 16))
 
 
+def test_derivatives_that_torch_would_drop_are_refused() -> None:
+    (x,) = inputs("mean")
+    run = lambda t: mhc.mean(t, setup=SMALL)  # noqa: E731
+    with pytest.raises(InputError, match="forward mode") as error:
+        torch.func.jvp(run, (x,), (x,))
+    assert error.value.code == "I-GRAD"
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        with pytest.raises(InputError, match="forward mode"):
+            run(dual)
+        assert torch.equal(run(x), run(torch.autograd.forward_ad.unpack_dual(dual).primal))  # no tangent, no refusal
+    with pytest.raises(InputError, match="has no way through its gradient") as error:
+        torch.func.grad(lambda t: run(t).sum())(x)
+    assert error.value.code == "I-GRAD"
+
+
+@pytest.mark.parametrize("setup", [None, "deepseek-v4"])
+def test_what_is_no_setup_is_said_so(setup: Any) -> None:
+    with pytest.raises(InputTypeError, match="takes a Setup") as error:
+        mhc.mean(inputs("mean")[0], setup=setup)
+    assert error.value.code == "I-ARRAY"
+
+
 def test_autograd_sees_that_out_changed_a_saved_tensor() -> None:
     y = torch.ones(3, 16)
     leaf = torch.ones(3, 16, requires_grad=True)

@@ -28,7 +28,8 @@ class ArchFacts:
         registers_per_sm: 32-bit registers of one SM.
         threads_per_block: most threads of one block.
         has_bf16_arith: whether bf16 arithmetic (not only conversion) is an instruction.
-        has_cluster: whether blocks can form clusters (distributed shared memory, cluster barriers).
+        cluster_blocks: most blocks of a cluster (distributed shared memory, cluster barriers): 16 where that is
+            documented (CUDA's tuning guides for Hopper and Blackwell), else the portable 8; 1 without clusters.
         has_dependent_launch: whether a kernel can start before its predecessor ended (PDL).
     """
 
@@ -38,10 +39,14 @@ class ArchFacts:
     blocks_per_sm: int
     fp64_divisor: int
     has_bf16_arith: bool
-    has_cluster: bool
+    cluster_blocks: int
     has_dependent_launch: bool
     registers_per_sm: int = 65536
     threads_per_block: int = 1024
+
+
+#: Data-centre parts, with clusters beyond the portable size.
+_WIDE_CLUSTERS = (90, 100, 103)
 
 
 def _facts(number: int, shared_per_sm: int, threads: int, blocks: int, fp64_divisor: int) -> ArchFacts:
@@ -54,7 +59,7 @@ def _facts(number: int, shared_per_sm: int, threads: int, blocks: int, fp64_divi
         blocks_per_sm=blocks,
         fp64_divisor=fp64_divisor,
         has_bf16_arith=number >= 80,
-        has_cluster=number >= 90,
+        cluster_blocks=16 if number in _WIDE_CLUSTERS else 8 if number >= 90 else 1,
         has_dependent_launch=number >= 90,
     )
 

@@ -40,7 +40,10 @@ def read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InputError("I-BENCH", f"the file cannot be read: {error}", where=str(path)) from error
+        raise InputError(
+            "I-BENCH", f"the file cannot be read: {error}", where=str(path),
+            hints=("`mhcgen bench --json FILE` writes one",),
+        ) from error
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise InputError(
             "I-BENCH", f"this is no file of figures in the form {FORMAT}", where=str(path),

@@ -29,6 +29,7 @@ CHECKS: dict[str, str] = {
     "findings": "the executor saw no broken barrier, mask or shuffle, no deadlock, no access out of bounds",
     "discriminates": "the inputs could show the faults they are there for",
     "orders": "ascending, descending, random and warp-greedy thread orders give the same bits",
+    "clusters": "a token's bits do not depend on how many others its cluster of blocks has",
     "rows": "a row's bits depend neither on the number of rows nor on its place among them",
     "race": "race mode saw no data race and no read of unwritten memory",
     "slab_once": "streams that live in registers are loaded from global memory exactly once",

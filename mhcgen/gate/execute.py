@@ -304,7 +304,7 @@ def execute(
         loaded: what to run.
         inputs: arrays in host memory; copied first.
         fill: byte of all outputs before the call.
-        launch_options: of the host backend: order, seed, count_accesses.
+        launch_options: per_cluster; of the host backend: order, seed, count_accesses.
     """
     program, arena = loaded.plan.program, loaded.machine.arena()
     placed = {name: arena.put(array, _offset(loaded, array.dtype)) for name, array in inputs.items()}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from mhcgen.build import build_config
 from mhcgen.errors import EnvironmentFault
@@ -21,12 +22,15 @@ from mhcgen.gate.report import Report, Row
 from mhcgen.gate.request import Request, checked
 from mhcgen.ir import Program
 from mhcgen.log import Refusal
+from mhcgen.passes.geometry import MAX_CLUSTER_TOKENS
 from mhcgen.plan import Plan
 
 #: Text to compile for an arm in place of its plan's own; tests hand in tampered text, which the gate must notice.
 Tamper = Callable[[Arm, Plan], str]
 
 ORDERS = ("descending", "random", "warp-greedy")
+#: Tokens for a cluster: all it has room for.
+MOST = MAX_CLUSTER_TOKENS
 
 T = TypeVar("T")
 
@@ -40,6 +44,17 @@ class Session:
     machine: Machine
     jobs: list[Job]
     workers: ThreadPoolExecutor | None
+    stopped: threading.Event = field(default_factory=threading.Event)
+
+    def execute(self, loaded: Loaded, inputs: Mapping[str, Array], **how: Any) -> Outcome:
+        """As `mhcgen.gate.execute.execute`, until the session has ended early.
+
+        Raises:
+            CancelledError: it has.
+        """
+        if self.stopped.is_set():
+            raise CancelledError
+        return execute(loaded, inputs, **how)
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Start work beside others on the host; on a GPU the caller's thread, stream and device are kept."""
@@ -61,6 +76,7 @@ class Ran:
     again: Outcomes
     orders: Outcomes
     turned: Outcomes
+    full: Outcomes
     seconds: float
 
 
@@ -128,7 +144,13 @@ def _session(request: Request, program: Program) -> Iterator[Session]:
         return
     # Compilers are processes of their own and launches leave the interpreter lock, so threads are enough.
     with ThreadPoolExecutor(os.cpu_count() or 1) as workers:
-        yield Session(request, program, machine, jobs, workers)
+        session = Session(request, program, machine, jobs, workers)
+        try:
+            yield session
+        except BaseException:  # an interrupt too: nothing that waits is started, and what runs ends after its launch
+            session.stopped.set()
+            workers.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def run_arms(
@@ -156,24 +178,33 @@ def run_arm(session: Session, arm: Arm, plan: Plan, source: str | None = None) -
     race = session.request.race
     loaded = load(session.machine, plan, source=source, race=race, misaligned=arm.misaligned)
     counted = {"count_accesses": True} if race else {}
-    outcomes = [(job, execute(loaded, job.inputs, **counted)) for job in session.jobs]
+    outcomes = [(job, session.execute(loaded, job.inputs, **counted)) for job in session.jobs]
     always = repeated(session)
     again = [
-        (job, execute(loaded, job.inputs, fill=POISONS[1]))
+        (job, session.execute(loaded, job.inputs, fill=POISONS[1]))
         for job, outcome in outcomes
         if job in always or checks.doubtful(outcome)
     ]
     orders: list[tuple[Job, Outcome]] = []
     if session.machine.name == "host":
         orders = [
-            (job, execute(loaded, job.inputs, order=order, seed=session.request.seed))
+            (job, session.execute(loaded, job.inputs, order=order, seed=session.request.seed))
             for job in ordered(session)
             for order in ORDERS
         ]
     turned = [
-        (job, execute(loaded, reversed_rows(session.program, job))) for job in ordered(session) if job.tokens > 1
+        (job, session.execute(loaded, reversed_rows(session.program, job)))
+        for job in ordered(session)
+        if job.tokens > 1
     ]
-    return Ran(arm, plan, loaded, outcomes, again, orders, turned, time.perf_counter() - started)
+    # With few tokens each cluster has one; full ones take ways through the text that no usual token count takes.
+    clusters = any(kernel.cluster > 1 for kernel in plan.kernels)
+    full = [
+        (job, session.execute(loaded, job.inputs, per_cluster=MOST, **counted))
+        for job in session.jobs
+        if clusters and job.tokens > 1
+    ]
+    return Ran(arm, plan, loaded, outcomes, again, orders, turned, full, time.perf_counter() - started)
 
 
 def repeated(session: Session) -> list[Job]:
@@ -212,7 +243,9 @@ def judge(session: Session, ran: Ran, baseline: Ran, plan: Plan) -> tuple[Verdic
         baseline: the unfused arm's run.
         plan: what the arm's name stands for, planned anew.
     """
-    every = (*ran.outcomes, *ran.again, *ran.orders, *ran.turned)
+    usual = (*ran.outcomes, *ran.again, *ran.orders, *ran.turned)
+    every = (*usual, *ran.full)
+    in_order = {job: outcome for job, outcome in ran.outcomes}
     found: list[Verdict | None] = []
     if ran.arm.name == BASELINE:
         values = references(session, ran)
@@ -224,11 +257,12 @@ def judge(session: Session, ran: Ran, baseline: Ran, plan: Plan) -> tuple[Verdic
     whole = tuple(t.name for t in session.program.of_role("result") if t.shape[0] != "T")
     found.append(checks.rows(ran.outcomes, ran.turned, whole))
     found.append(checks.poison(ran.outcomes, ran.again))
-    found.append(checks.ran(ran.loaded, plan, every))
+    found.append(checks.ran(ran.loaded, plan, usual))
     found.append(checks.inputs_unchanged(every))
+    if ran.full:
+        found.append(checks.bits(ran.full, [(job, in_order[job]) for job, _ in ran.full], "clusters"))
     if session.machine.name == "host":
         found.append(checks.findings(every))
-        in_order = {job: outcome for job, outcome in ran.outcomes}
         found.append(checks.bits(ran.orders, [(job, in_order[job]) for job, _ in ran.orders], "orders"))
         found.append(barriers.weakened(ran.plan, session.jobs, baseline.outcomes, race=session.request.race))
     if session.request.race:

@@ -161,7 +161,7 @@ def _no_cluster(plan: Plan, kernel: Kernel, kinds: set[str], most: int) -> str:
         return "a cluster works on one site: one stage of each kind, each fed by the one before"
     if unlike := _unlike(plan.program, plan.kernel_stages(kernel)):
         return unlike
-    if not parse_arch(options.arch).facts.has_cluster:
+    if parse_arch(options.arch).facts.cluster_blocks == 1:
         return f"{options.arch} has no clusters"
     if options.slab == "registers" or options.sync == "block":
         return "a slab in one block's registers, or block barriers, were asked for"
@@ -174,7 +174,8 @@ def _cluster_geometry(plan: Plan, kernel: Kernel, kinds: set[str], chunk: int, l
     Only a projection is worth it: its fn is n(2+n) times as large as the streams, so several SMs must read it.
     """
     options, program = plan.options, plan.program
-    most = MAX_CLUSTER if options.cluster is None else options.cluster
+    usual = parse_arch(options.arch).facts.cluster_blocks
+    most = usual if options.cluster is None else options.cluster
     wanted = options.cluster is not None and options.cluster > 1
     if reason := _no_cluster(plan, kernel, kinds, most):
         if wanted:
@@ -190,16 +191,24 @@ def _cluster_geometry(plan: Plan, kernel: Kernel, kinds: set[str], chunk: int, l
     itemsize = ITEMSIZE[next(t.dtype for t in program.tensors if t.shape == ("T", "n", "H"))]
     twice = _held_twice(n, run, chunk, itemsize) if "post" in kinds else 0
     fit = _cluster_warps(n, run, chunk, program.dim("R"), options.threads, twice)
-    group = max((s.attr("group") for s in plan.kernel_stages(kernel) if s.kind == "quant"), default=1)
-    if blocks == 1 or fit is None or group > 32 * run:
+    group = next((s.attr("group") for s in plan.kernel_stages(kernel) if s.kind == "quant"), run)
+    hint = "ask for more blocks, or leave --cluster out"
+    if blocks == 1:
+        reason = f"one block of 32 lanes has all {hidden} columns, {run} a lane"
+    elif options.threads is not None and options.threads < 64:
+        reason = f"{options.threads} threads leave no warp for the columns beside that of the mixes"
+        hint = "ask for --threads 64 or more, or leave --cluster out"
+    elif fit is None:
+        reason = f"{run} columns a lane, as {most} blocks have them, do not fit the registers"
+    elif group > 32 * run:
+        reason = f"a group of {group} columns is longer than the {32 * run} of a block"
+    elif group < run:
+        reason = f"a group of {group} columns is shorter than the {run} of a lane, which makes one scale"
+    if reason or fit is None:
         if wanted:
-            if blocks == 1:
-                reason = f"one block of 32 lanes has all {hidden} columns, {run} a lane"
-            elif fit is None:
-                reason = f"{run} columns a lane, as {most} blocks have them, do not fit the registers"
-            else:
-                reason = f"a group of {group} columns is longer than the {32 * run} of a block"
-            raise refuse("place", "P-CLUSTER", kernel.name, reason, "ask for more blocks, or leave --cluster out")
+            raise refuse("place", "P-CLUSTER", kernel.name, reason, hint)
+        if blocks > 1:
+            log.append(Decision("place", kernel.name, "no cluster", reason))
         return None
     warps, rows = fit
     tokens = min(blocks, warps, MAX_CLUSTER_TOKENS)

@@ -170,8 +170,12 @@ class Context:
         }
         made_here = self.plan.made_in(self.kernel, tensor)
         if not self.last(tensor):
-            fields["load_kind"] = "_once" if once and not made_here else ""
+            fields["load_kind"] = self.load_kind("_once") if once and not made_here else ""
         return fields, (Access(f"global:{tensor}", False, own=True),) * made_here, ()
+
+    def load_kind(self, kind: str) -> str:
+        """A kind of `mhcgen.functions.LOADS`; plain in a dependent launch, whose wait orders plain loads alone."""
+        return "" if self.plan.options.dependent else kind
 
     def last(self, tensor: str) -> str:
         """Part of the names of templates and functions for streams stored side by side; empty elsewhere."""
@@ -198,7 +202,7 @@ class Context:
                     target=self.registers(tensor),
                     source=self.row(tensor),
                     n=self.n,
-                    load=f"mhc_load{self.last(tensor) or '_past_l1'}_{self.dtype(tensor)}",
+                    load=f"mhc_load{self.last(tensor) or self.load_kind('_past_l1')}_{self.dtype(tensor)}",
                     **self.column_fields(),
                 )
 
@@ -217,7 +221,7 @@ class Context:
             {
                 "column_from": f"columns/column_from_global_{self.dtype(tensor)}.cu.j2",
                 "column": self.row(tensor),
-                "column_kind": "_once" if once and not made_here else "",
+                "column_kind": self.load_kind("_once") if once and not made_here else "",
             },
             (Access(f"global:{tensor}", False, own=True),) * made_here,
             (),

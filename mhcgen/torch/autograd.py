@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from mhcgen.errors import InputError
 from mhcgen.torch import straight
 from mhcgen.torch.calls import Call, call_of
 from mhcgen.torch.eager import evaluate
@@ -35,6 +37,7 @@ def register(operation: Operation, library: torch.library.Library) -> None:
     below, after = torch._C._AutoDispatchBelowAutograd, torch._C._after_autograd_keyset
     any_requires_grad = torch._C._any_requires_grad
     name, find = operation.name, straight.find
+    transformed = getattr(torch._C, "_are_functorch_transforms_active", bool)
 
     class Recorded(torch.autograd.Function):
         """The inputs of an operator, and either a call that was seen or the keys it is dispatched by."""
@@ -67,7 +70,10 @@ def register(operation: Operation, library: torch.library.Library) -> None:
             made = seen.run(args)
             return made[0] if single else made
         tensors, text = args[:count], args[count]
+        refuse_forward_mode(name, tensors)
         if torch.is_grad_enabled() and any_requires_grad(*tensors):
+            if transformed():
+                raise _no_derivative(name, "torch.func has no way through its gradient")
             output = Recorded.apply(*args, keys)
         else:
             with below():
@@ -76,6 +82,24 @@ def register(operation: Operation, library: torch.library.Library) -> None:
         return output
 
     library.impl(operation.name, kernel, "Autograd", with_keyset=True)
+
+
+def refuse_forward_mode(name: str, tensors: Sequence[Tensor | None]) -> None:
+    """Tangents are refused where torch would drop them.
+
+    Raises:
+        InputError: `I-GRAD`.
+    """
+    if forward_ad._current_level >= 0 and any(
+        tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
+    ):
+        raise _no_derivative(name, "an input has a tangent, and there are no derivatives in forward mode")
+
+
+def _no_derivative(name: str, why: str) -> InputError:
+    return InputError(
+        "I-GRAD", f"{name}: {why}", where=name, hints=("use loss.backward() or torch.autograd.grad",)
+    )
 
 
 def _saving(operation: Operation) -> Callable[..., None]:

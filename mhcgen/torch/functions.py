@@ -132,6 +132,8 @@ _OUT_OPERATORS = {name: operator(name, out=True) for name in OPERATIONS}
 
 
 def _call(name: str, tensors: tuple[Tensor | None, ...], setup: Setup) -> tuple[Tensor, ...]:
+    if not isinstance(setup, Setup):
+        raise _not_a_setup(name, setup)
     operation, text = _OPERATORS[name], setup.text
     if torch.compiler.is_compiling():
         return _tuple(operation(*tensors, text))
@@ -164,12 +166,23 @@ def _call_out(name: str, tensors: tuple[Tensor | None, ...], setup: Setup, out: 
                 where="out",
                 hints=("leave out= away, or call it under torch.no_grad()",),
             )
+    if not isinstance(setup, Setup):
+        raise _not_a_setup(name, setup)
     names = OPERATIONS[name].outputs
     if len(out) != len(names):
         raise InputError(
             "I-MISSING", f"out has {len(out)} tensors, and {name} writes {', '.join(names)}", where="out"
         )
     _OUT_OPERATORS[name](*tensors, setup.text, **{f"out_{n}": t for n, t in zip(names, out, strict=True)})
+
+
+def _not_a_setup(name: str, setup: Any) -> InputTypeError:
+    return InputTypeError(
+        "I-ARRAY",
+        f"{name} takes a Setup, got {type(setup).__name__}",
+        where="setup",
+        hints=("mhc.Setup(model, ...)",),
+    )
 
 
 def _not_a_tensor(name: str, tensors: tuple[Any, ...]) -> InputTypeError:

@@ -79,7 +79,8 @@ def test_shared_memory_per_block(number: int, kib: int) -> None:
 
 def test_features_and_rates() -> None:
     assert [number for number in KNOWN if not Arch(number).facts.has_bf16_arith] == [70, 72, 75]
-    assert min(number for number in KNOWN if Arch(number).facts.has_cluster) == 90
+    assert min(number for number in KNOWN if Arch(number).facts.cluster_blocks > 1) == 90
+    assert {number for number in KNOWN if Arch(number).facts.cluster_blocks == 16} == {90, 100, 103}
     assert Arch(80).facts.fp64_divisor == Arch(90).facts.fp64_divisor == 2
     assert Arch(89).facts.fp64_divisor == Arch(120).facts.fp64_divisor == 64
     assert {Arch(number).facts.registers_per_sm for number in KNOWN} == {65536}

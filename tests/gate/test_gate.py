@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from typing import Any
 
 import pytest
@@ -203,6 +205,20 @@ def test_a_pattern_lists_the_refused_arms_instead() -> None:
     report = gate({"streams": 8}, arms="v3.element.*,v3.row.128", inputs=("uniform",))
     assert [row.arm for row in report.rows] == ["unfused", "v3.row.128"]
     assert {refused.refusal.code for refused in report.refused} == {"P-ELEMENT"}
+
+
+def test_a_gate_that_ends_early_starts_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    def interrupt(loaded: Any, *_: Any, **__: Any) -> Any:
+        started.append(loaded)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["mhcgen.gate.run"], "execute", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        gate(arms="all")
+    workers = os.cpu_count() or 1
+    assert 1 <= len(started) <= 2 * workers, "what runs ends; of the other arms, at most what was just being started"
 
 
 def test_names_are_stable() -> None:

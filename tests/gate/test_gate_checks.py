@@ -71,6 +71,19 @@ def test_a_race_is_reported_in_race_mode() -> None:
     assert "race" in lost
 
 
+def test_a_fault_that_only_full_clusters_show_is_found() -> None:
+    """Few tokens have a cluster each, so that its second token is one that no usual launch here has."""
+    config = configure(streams=4, hidden=1024, projection="fma")
+    request = Request(
+        config, Options(fuse="pre", cluster=4), backend="host", tokens=(1, 3), inputs=("uniform",), arms="asked"
+    )
+    old = "value[v] = __fmul_rn(s_pre_ranks[k * 4], xs[0][v]);"
+    report = run(request, tamper=tampered("asked", old, old.replace("k * 4", "0")))
+    row = next(row for row in report.rows if row.arm == "asked")
+    assert {verdict.check for verdict in row.verdicts if not verdict.ok} == {"clusters", "ran"}
+    assert run(request).exit_code == 0
+
+
 def test_a_second_load_of_the_streams_is_counted() -> None:
     old = "// collapse.columns\n"
     new = f"{old}    if (column_first < 64 && x_t[column_first] == 12345.0f) return;\n"

@@ -207,13 +207,29 @@ def test_clusters_that_no_gpu_has_are_refused(fuse: str, cluster: Any) -> None:
         ({"hidden": 64}, 2, "one block of 32 lanes has all 64 columns, 8 a lane"),
         ({"hidden": 65536}, 2, "1024 columns a lane, as 2 blocks have them, do not fit the registers"),
         ({"model": "transformer-engine"}, 2, "the streams lie side by side"),
+        ({"streams": 1, "norm": True, "quant": "q8"}, 2, "a group of 32 columns is shorter than the 64 of a lane"),
     ],
 )
 def test_why_a_kernel_has_no_cluster(config: dict[str, Any], cluster: int, why: str) -> None:
     made = mhcgen.build(**{"hidden": 4096, "projection": "fma", **config})
     with pytest.raises(RefusedError) as caught:
-        mhcgen.compile(made, "pre", cluster=cluster)
+        mhcgen.compile(made, "pre-norm-quant" if "quant" in config else "pre", cluster=cluster)
     assert caught.value.code == "P-CLUSTER" and why in str(caught.value)
+
+
+def test_a_cluster_needs_a_warp_for_columns_beside_that_of_the_mixes() -> None:
+    made = mhcgen.build(hidden=4096, projection="fma")
+    with pytest.raises(RefusedError, match="32 threads leave no warp for the columns") as caught:
+        mhcgen.compile(made, "pre", cluster=4, threads=32)
+    assert caught.value.code == "P-CLUSTER" and "--threads 64" in str(caught.value)
+
+
+def test_where_no_cluster_fits_by_itself_the_log_says_why() -> None:
+    made = mhcgen.build(streams=1, hidden=20480, projection="fma", norm=True, quant="q8")
+    plan = mhcgen.compile(made, "pre-norm-quant")
+    assert [kernel.cluster for kernel in plan.kernels] == [1]
+    log = "\n".join(map(str, plan.log))
+    assert "no cluster; because a group of 32 columns is shorter than the 64 of a lane" in log
 
 
 @pytest.mark.parametrize("model", ["kromhc", "plain-hc"])
