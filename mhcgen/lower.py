@@ -157,8 +157,9 @@ def tensors_of(plan: Plan, kernel: Kernel) -> tuple[str, ...]:
 
 def _kernel(plan: Plan, kernel: Kernel) -> EmitKernel:
     tensors = _global_tensors(plan, kernel)
-    # Loads through a const __restrict__ pointer may be moved before the wait for the launch that writes what they read.
-    late = {identifier(t.name) for t, written in tensors if kernel.dependent and not written and t.role != "parameter"}
+    # Loads through a const __restrict__ pointer may move before the wait for the launch that writes what they read.
+    made_late = [t for t, written in tensors if kernel.dependent and not written and t.role != "parameter"]
+    late = {identifier(tensor.name) for tensor in made_late}
     named = _names_in_fields(kernel)
     rows = []
     for tensor, written in tensors:
