@@ -38,6 +38,8 @@ __all__ = [
     "target_for",
 ]
 
+#: Since this release NVRTC keeps what it compiled, and `--no-cache` is an option.
+OWN_CACHE = (12, 9)
 FLAGS = ("-std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
 
 # Compile options that would change what the text computes, in every spelling NVRTC takes.
@@ -155,7 +157,9 @@ def compile(
     entry = _load(key) if key else None
     if entry is None:
         includes = tuple(f"-I{header.path}" for header in headers)
-        result = library.compile(source, options + includes, name)
+        # NVRTC has a cache of its own on machines with a GPU, and what comes from there has no ptxas log.
+        fresh = ("--no-cache",) if library.version >= OWN_CACHE else ()
+        result = library.compile(source, options + includes + fresh, name)
         if result.code:
             raise _failure(source, name, options, library, headers, result.log or result.status)
         entry = (result.ptx, result.cubin, _TIMING.sub("", result.log))

@@ -51,6 +51,14 @@ def test_no_value_of_an_axis_has_a_race(name: str, axis: str) -> None:
     assert seen
 
 
+@pytest.mark.parametrize("model", ["deepseek-v4", "mhc.cu-static"])
+def test_a_load_that_a_compiler_moved_is_no_race(model: str) -> None:
+    """With one stream the matrix has one place, so that its load cannot fault and leaves its loop and if."""
+    program = mhcgen.build(model, streams=1, hidden=8, iters=2, early_stop=True)
+    plan = mhcgen.compile(program, "none", placement="shared")
+    Ran(plan, factories.inputs(program, 1), 1, race=True)
+
+
 def test_a_wrong_stride_in_shared_memory_is_reported() -> None:
     """The fault of the report, planted: rows of the matrix overlap."""
     program = mhcgen.build(hidden=72, iters=2)
