@@ -4,11 +4,11 @@
       PYTHONPATH=. compute-sanitizer --tool racecheck python3 benchmarks/racecheck_barriers.py $form
     done
 
-In deepseek-v4.1's chain on one block the data warps pass a barrier of their own (norm) while the warp of the mixes waits
+In deepseek-v4.1's chain on one block the data warps pass a barrier of their own (norm), and the warp of the mixes waits
 at the next `__syncthreads()`, behind which it reads what the data warps write before that.
 
     emitted   as it is
-    joined    every warp joins that first barrier; nothing else changes, and what is reported of `emitted` lies after it
+    joined    every warp joins that first barrier; what is reported of `emitted` lies behind it, and is as it was
     without   the first barrier is gone, which is a race between the data warps: the red arm
 """
 
