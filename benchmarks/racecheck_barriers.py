@@ -4,8 +4,8 @@
       PYTHONPATH=. compute-sanitizer --tool racecheck python3 benchmarks/racecheck_barriers.py $form
     done
 
-In deepseek-v4.1's chain on one block the data warps pass a barrier of their own (norm), and the warp of the mixes waits
-at the next `__syncthreads()`, behind which it reads what the data warps write before that.
+In the chain of deepseek-v4.1 on one block the data warps pass a barrier of their own (norm); the warp of the mixes is
+then at the next `__syncthreads()`, behind which it reads what the data warps write before that.
 
     emitted   as it is
     joined    every warp joins that first barrier; what is reported of `emitted` lies behind it, and is as it was
