@@ -121,16 +121,19 @@ def _eager(what: str) -> Callable[[Tensors, Settings], Callable[[], Tensors]]:
     return make
 
 
-_compiled: dict[tuple[str, Settings], Op] = {}
+_compiled: dict[tuple[str, Settings, tuple[int, ...]], Op] = {}
 
 
 def _compile(what: str) -> Callable[[Tensors, Settings], Callable[[], Tensors]]:
     def make(tensors: Tensors, s: Settings) -> Callable[[], Tensors]:
         import torch
 
-        if (what, s) not in _compiled:
-            _compiled[what, s] = torch.compile(formula(what, s), dynamic=False)
-        op = _compiled[what, s]
+        key = (what, s, tuple(tensors["x"].shape))
+        if key not in _compiled:
+            # A function is compiled a few times and then runs eagerly, as if that were its compiled form.
+            torch.compiler.reset()
+            _compiled[key] = torch.compile(formula(what, s), dynamic=False, fullgraph=True)
+        op = _compiled[key]
         return lambda: op(tensors)
 
     return make

@@ -93,6 +93,23 @@ def test_the_plain_formula_is_the_program(torch: types.ModuleType, what: str) ->
         assert np.abs(np.asarray(made[name]) - want[name]).max() <= 2e-5 * np.abs(want[name]).max(), name
 
 
+def test_each_token_count_is_compiled_anew(
+    torch: types.ModuleType, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: done.append("reset"))
+
+    def compile(op: Any, dynamic: bool, fullgraph: bool) -> Any:
+        assert fullgraph and not dynamic
+        done.append("compile")
+        return op
+
+    monkeypatch.setattr(torch, "compile", compile)
+    for tokens in (1, 3, 3):
+        measure_peer(bench, PEERS["torch-compile"], case("post", **SMALL), tokens)
+    assert done == ["reset", "compile"] * 2
+
+
 @pytest.mark.parametrize("name", ["torch", "torch-compile"])
 @pytest.mark.parametrize("what", ["finish", "pre", "post"])
 def test_a_rival_is_checked_then_timed(torch: types.ModuleType, bench: Bench, name: str, what: str) -> None:
