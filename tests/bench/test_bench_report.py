@@ -273,6 +273,20 @@ def test_only_the_fastest_curves_are_drawn() -> None:
     assert list(lines) == [f"w {i}" for i in range(plot.MOST_LINES)]
 
 
+def test_of_several_sizes_one_is_drawn(made: BenchReport) -> None:
+    found = made.as_dict()
+    wide = [{**row, "H": 2 * row["H"]} for row in found["rows"]]
+    both = {**found, "rows": [*found["rows"], *wide]}
+    assert plot.curves(both) == plot.curves(found) and plot.drawn(both) == plot.drawn(found)
+    assert plot.curves({**found, "rows": wide}).keys() == plot.curves(found).keys()
+
+
+def test_what_is_launched_has_a_colour_and_by_whom_a_form() -> None:
+    look = plot.looks(["finish", "finish torch", "post", "post torch"])
+    assert look["finish"]["color"] == look["finish torch"]["color"] != look["post"]["color"]
+    assert look["finish torch"]["marker"] == look["post torch"]["marker"] != look["post"]["marker"]
+
+
 def test_a_picture_is_drawn(made: BenchReport, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "out.png"
