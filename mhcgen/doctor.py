@@ -153,8 +153,8 @@ def _compiler() -> Check:
             detail = "; ".join(("the host backend needs one", *fault.notes))
             return Check("C++ compiler", "missing", detail, "pip install 'mhcgen[zig]'")
         return _of_fault("C++ compiler", "broken", fault)
-    # The identity is the path and what the compiler says about itself; its first digit is in the version.
-    said = [line for line in found.identity.splitlines() if any(sign.isdigit() for sign in line)]
+    # The identity is the command in a line of its own, and what the compiler says about itself, its version early on.
+    said = [line for line in found.identity.splitlines()[1:] if re.search(r"\d+\.\d+", line)]
     return Check("C++ compiler", "ok", ", ".join((" ".join(found.command), *said[:1])))
 
 

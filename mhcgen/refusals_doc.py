@@ -84,6 +84,8 @@ def _shown(code: str, examples: Sequence[Any]) -> str:
             if program.origin:
                 return f"$ {command_of(Plan(program, options))}\n{error.refusal}"
             asked = ", ".join(f"{key}={value!r}" for key, value in examples[0].options.items())
+            sizes = ", ".join(f"{dim} = {size}" for dim, size in program.dims if dim in ("n", "H"))
             stages = [line for line in print_program(program).splitlines() if " <- " in line]
-            return "\n".join([*stages, f">>> mhcgen.compile(program, {asked})", str(error.refusal)])
+            head = f"a Program of one's own, {sizes}, with the stages"
+            return "\n".join([head, *stages, f">>> mhcgen.compile(program, {asked})", str(error.refusal)])
     raise InternalError("D-EXAMPLE", f"the example of {code} is not refused with it", where="tests/catalogue.py")

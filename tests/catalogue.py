@@ -117,7 +117,12 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
         Example("twice in one", program, {"fuse": "mean+mean"}, because="a stage is named twice"),
     ),
     "F-PRESET": (
-        Example("no such stage", program, {"fuse": "pre"}, because="the Program has no stage of kind rowsq"),
+        Example(
+            "no gates",
+            lambda: build(scope="post", hidden=8),
+            {"fuse": "pre"},
+            because="the Program has no stage of kind rowsq",
+        ),
         Example(
             "no norm",
             lambda: build(hidden=8),
