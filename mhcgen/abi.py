@@ -212,12 +212,14 @@ def _check(plan: Plan, cubins: tuple[Arch, ...]) -> None:
         )
     if plan.options.stamps:
         raise UsageError("U-ABI", "a launcher passes no time stamps", where="--stamps", hints=("leave out --stamps",))
-    new = any(kernel.cluster > 1 for kernel in plan.kernels) or plan.options.dependent
+    clusters = any(kernel.cluster > 1 for kernel in plan.kernels)
+    instead = ["--cluster 1"] * clusters + ["without --dependent"] * plan.options.dependent
     for arch in cubins:
-        if new and arch.number < 90:
+        if instead and arch.number < 90:
+            words = " and ".join(["clusters"] * clusters + ["dependent launches"] * plan.options.dependent)
+            hint = f"emit for it apart: --arch {arch.name}, {', '.join(instead)}, and another --name"
             raise UsageError(
-                "U-ARCH", f"this schedule has clusters or dependent launches, and {arch.name} has neither",
-                where="--cubin", hints=(f"emit for it apart: --arch {arch.name} --cluster 1, and another --name",),
+                "U-ARCH", f"this schedule has {words}, and {arch.name} has none", where="--cubin", hints=(hint,)
             )
 
 

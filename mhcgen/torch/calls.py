@@ -83,7 +83,7 @@ class Call:
         if first.ndim != len(spec.tail) + 1:
             raise self._wrong_shape(spec, first)
         tokens = first.shape[0]
-        double = first.dtype == torch.float64
+        double = all(tensor.dtype == torch.float64 for tensor in tensors)
         for tensor, wanted in zip(tensors, self.inputs, strict=True):
             self.check_one(wanted, tensor, tokens, torch.float64 if double else wanted.dtype, first.device)
         if isinstance(tokens, int) and tokens > self.limit:
