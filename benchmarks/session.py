@@ -297,6 +297,11 @@ def to_compile(sizes: Sizes, names: list[str]) -> list[tuple[Program, Options]]:
     return [pair for one in wanted for pair in ((one.program, one.options), (one.program, Options()))]
 
 
+def relative(text: str) -> str:
+    """A text without the folder of this checkout, which says nothing about a figure."""
+    return text.replace(f"{Path(__file__).absolute().parent.parent}/", "")
+
+
 def run_section(name: str, out: Path, dry: bool, seconds: float) -> None:
     """One section, in this process."""
     started = time.monotonic()
@@ -308,7 +313,7 @@ def run_section(name: str, out: Path, dry: bool, seconds: float) -> None:
         SECTIONS[name](session)
     except Exception as error:
         session.found["error"] = f"{type(error).__name__}: {error}"
-        session.found["traceback"] = traceback.format_exc().splitlines()[-12:]
+        session.found["traceback"] = relative(traceback.format_exc()).splitlines()[-12:]
         raise
     finally:
         session.found["seconds"] = round(time.monotonic() - started, 1)

@@ -195,6 +195,12 @@ def test_examples_run_on_a_cpu(example: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_no_measurement_names_a_folder_of_a_machine() -> None:
+    for path in sorted((DOCS / "measurements").glob("*.json")):
+        found = re.search(r'(?<![\w.<>])/(?:home|root|tmp|work|usr|opt|mnt|var)/[^"\s]*', path.read_text(encoding="utf-8"))
+        assert found is None, f"{path.name}: {found}"
+
+
 # ---- the site -----------------------------------------------------------------------------------------------
 def test_the_site_builds(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
