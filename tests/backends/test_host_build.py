@@ -232,7 +232,8 @@ def test_a_damaged_module_is_built_again(empty_cache: Path, damage: str) -> None
     text = TEXT + f"// {damage}\n"
     path = HostModule(text, SIGNATURE).path
     data = path.read_bytes()
-    changed = data[: len(data) // 2] + b"\0" + data[len(data) // 2 + 1 :]
+    middle = len(data) // 2
+    changed = data[:middle] + bytes([data[middle] ^ 0xFF]) + data[middle + 1 :]
     damaged = {"truncated": data[:-100], "changed": changed, "emptied": b""}[damage]
     replacement = path.with_name("replacement")
     replacement.write_bytes(damaged)
