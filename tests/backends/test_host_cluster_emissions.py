@@ -70,7 +70,14 @@ def test_race_mode_finds_nothing(hidden: int, streams: int, fusion: str) -> None
         same_bits(unfused, clustered, tokens, "ascending", *(("random",) if tokens < 8 else ()))
 
 
-@pytest.mark.parametrize("model", sorted(name for name in MODELS if not name.startswith("gated")))
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in {"deepseek-v4.1", "liger", *NO_CLUSTER}))
+        for name in sorted(MODELS)
+        if not name.startswith("gated")
+    ],
+)
 def test_every_model_on_a_cluster(model: str) -> None:
     """deepseek-v4.1 norms what it collapses before it projects: its sends once went out before blocks had started."""
     program = mhcgen.build(model, streams=4, hidden=1024, dtype="bf16", projection="fma", norm=True)
