@@ -166,15 +166,12 @@ LOADS = {
 
 def _loads(template: str, dtype: str, fields: Mapping[str, Any], nbytes: int) -> list[Function]:
     """The kinds of loads of a dtype, `nbytes` at a time; the L1 can be passed by 16 bytes only."""
-    return [
-        Function(
-            f"mhc_load{kind}_{dtype}",
-            template,
-            {**fields, "kind": kind, "open": before, "close": after, "note": note},
-        )
-        for kind, (before, after, note) in LOADS.items()
-        for before, after, note in ((before, after, note) if nbytes == 16 or kind != "_past_l1" else LOADS[""],)
-    ]
+    made = []
+    for kind, form in LOADS.items():
+        before, after, note = LOADS[""] if kind == "_past_l1" and nbytes != 16 else form
+        how = {"kind": kind, "open": before, "close": after, "note": note}
+        made.append(Function(f"mhc_load{kind}_{dtype}", template, {**fields, **how}))
+    return made
 
 
 def _memory_functions(dtype: str, chunk: int, scalar: bool) -> list[Function]:

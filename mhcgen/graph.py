@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from mhcgen.errors import UsageError
-from mhcgen.hazards import STRENGTH
+from mhcgen.hazards import STRENGTH, in_words
 from mhcgen.ir import Program, Tensor
 from mhcgen.log import Refusal
 from mhcgen.plan import Kernel
@@ -165,7 +165,7 @@ def _barriers(kernels: Sequence[Kernel]) -> dict[tuple[str, str], str]:
                 if not hazard.carried:
                     ends = (stage[hazard.first], stage[hazard.second])
                     found[ends] = max(found.get(ends, sync.scope), sync.scope, key=STRENGTH.__getitem__)
-    return {ends: "arrival wait" if scope == "arrival" else f"{scope} barrier" for ends, scope in found.items()}
+    return {ends: in_words(scope) for ends, scope in found.items()}
 
 
 def _inner(barrier: str) -> tuple[str, ...]:

@@ -17,6 +17,11 @@ from mhcgen.plan import Access, Kernel, Loop, Node, Step, Sync, edit_sync, walk
 STRENGTH = {"warp": 0, "data": 1, "block": 2, "arrival": 3, "cluster": 4}
 
 
+def in_words(scope: str) -> str:
+    """What orders hazards of a scope, in a word or two."""
+    return "wait for what is sent" if scope == "arrival" else f"{scope} barrier"
+
+
 @dataclass(frozen=True)
 class Pending:
     """An access that later accesses may conflict with, and the barriers passed since."""

@@ -155,6 +155,10 @@ def tensors_of(plan: Plan, kernel: Kernel) -> tuple[str, ...]:
     return tuple(t.name for t, _ in _global_tensors(plan, kernel))
 
 
+#: Buffers are of C types by name, of the dtype of streams, or counters.
+_BUFFER_CTYPES = {**CTYPES, "arrivals": "unsigned long long"}
+
+
 def _kernel(plan: Plan, kernel: Kernel) -> EmitKernel:
     tensors = _global_tensors(plan, kernel)
     # Loads through a const __restrict__ pointer may move before the wait for the launch that writes what they read.
@@ -196,7 +200,7 @@ def _kernel(plan: Plan, kernel: Kernel) -> EmitKernel:
         rows=tuple(rows),
         buffers=tuple(
             {
-                "ctype": {**CTYPES, "arrivals": "unsigned long long"}.get(b.ctype, b.ctype),
+                "ctype": _BUFFER_CTYPES.get(b.ctype, b.ctype),
                 "name": b.name,
                 "count": b.count,
                 "align": "__align__(16) " if b.count > 1 else "",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from mhcgen.errors import ProgramError
-from mhcgen.hazards import STRENGTH, walk_hazards
+from mhcgen.hazards import STRENGTH, in_words, walk_hazards
 from mhcgen.passes.fuse import OPAQUE_KINDS
 from mhcgen.plan import Plan, Step, walk
 
@@ -65,8 +65,7 @@ def no_hazard_is_bare(plan: Plan) -> Iterator[str]:
     """After sync: every pair of conflicting accesses has a strong enough barrier between."""
     for kernel in plan.kernels:
         for hazard in walk_hazards(kernel, kernel.body, insert=False).bare:
-            what = "wait for what is sent" if hazard.scope == "arrival" else f"{hazard.scope} barrier"
-            yield f"{kernel.name}: {hazard} needs a {what} and has none"
+            yield f"{kernel.name}: {hazard} needs a {in_words(hazard.scope)} and has none"
 
 
 def every_barrier_has_a_reason(plan: Plan) -> Iterator[str]:

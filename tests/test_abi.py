@@ -391,8 +391,14 @@ def test_wrong_use_is_said(words: tuple[str, ...], code: str) -> None:
 
 
 def test_old_architectures_have_no_clusters() -> None:
-    with pytest.raises(UsageError, match="sm_80"):
-        lower_abi(boundary(), AbiRequest(cubins=("sm_80",)))
+    for plan, has, instead in (
+        (boundary(), "clusters", "--cluster 1"),
+        (plan_of("none", options={"dependent": True}), "dependent launches", "without --dependent"),
+        (boundary(dependent=True), "clusters and dependent launches", "--cluster 1, without --dependent"),
+    ):
+        with pytest.raises(UsageError, match=f"has {has}, and sm_80 has none") as error:
+            lower_abi(plan, AbiRequest(cubins=("sm_80",)))
+        assert f"emit for it apart: --arch sm_80, {instead}, and another --name" in str(error.value)
     assert lower_abi(plan_of("pre"), AbiRequest(cubins=("sm_80",))).cubins
 
 

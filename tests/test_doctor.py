@@ -9,6 +9,7 @@ import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,6 +100,15 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mhcgen.backends.host.build.find_compiler", nothing)
     check = named("C++ compiler")
     assert (check.state, check.fix) == ("missing", "pip install 'mhcgen[zig]'")
+
+
+def test_a_compiler_is_shown_with_what_it_says_of_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ("/venv3/bin/python3", "-m", "ziglang", "c++")
+    said = "/venv3/bin/python3 python3 -m ziglang c++\nclang version 22.1.8\nTarget: x86_64-linux\n"
+    monkeypatch.setattr(
+        "mhcgen.backends.host.build.find_compiler", lambda: SimpleNamespace(command=command, identity=said)
+    )
+    assert named("C++ compiler").detail == "/venv3/bin/python3 -m ziglang c++, clang version 22.1.8"
 
 
 def test_a_compiler_that_was_asked_for_and_fails_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:

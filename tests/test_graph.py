@@ -113,7 +113,7 @@ def test_every_barrier_is_on_an_edge_or_inside_a_stage(case: str) -> None:
     plan = planned(case)
     drawing = drawing_of(plan.program, plan.kernels)
     shown = {(edge.source, edge.target): edge.barrier for edge in drawing.edges if edge.barrier}
-    inside = {node.name for node in drawing.nodes if node.label[-1].endswith((" barrier inside)", " wait inside)"))}
+    inside = {node.name for node in drawing.nodes if node.label[-1].endswith((" barrier inside)", " sent inside)"))}
     for kernel in plan.kernels:
         stage = {step.name: step.stage for step in kernel.steps()}
         for sync in kernel.syncs():
@@ -135,9 +135,9 @@ def test_a_barrier_is_shown_in_each_language() -> None:
 def test_a_wait_for_what_other_blocks_send_is_shown() -> None:
     plan = planned("cluster")
     edges = {(edge.source, edge.target): edge.barrier for edge in drawing_of(plan.program, plan.kernels).edges}
-    assert edges["gates", "collapse"] == edges["rowsq", "gates"] == "arrival wait"
+    assert edges["gates", "collapse"] == edges["rowsq", "gates"] == "wait for what is sent"
     for language in LANGUAGES:
-        assert "arrival wait" in draw(plan.program, language, kernels=plan.kernels)
+        assert "wait for what is sent" in draw(plan.program, language, kernels=plan.kernels)
 
 
 def test_text_is_escaped() -> None:

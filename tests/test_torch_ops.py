@@ -218,6 +218,13 @@ def test_derivatives_that_torch_would_drop_are_refused() -> None:
     assert error.value.code == "I-GRAD"
 
 
+def test_the_one_float64_tensor_among_others_is_named() -> None:
+    x, fn, _, scale, base, *_ = inputs("pre")
+    for named, tensors in (("x", (x.double(), fn)), ("fn", (x, fn.double()))):
+        with pytest.raises(InputTypeError, match=f"^error.I-DTYPE.: {named} has dtype float64"):
+            mhc.pre(*tensors, scale, base, setup=SMALL)
+
+
 @pytest.mark.parametrize("setup", [None, "deepseek-v4"])
 def test_what_is_no_setup_is_said_so(setup: Any) -> None:
     with pytest.raises(InputTypeError, match="takes a Setup") as error:

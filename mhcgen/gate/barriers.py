@@ -21,7 +21,7 @@ from mhcgen.gate.checks import RACES, Outcomes, Verdict
 from mhcgen.gate.execute import POISONS, QUICK, Array, Arrays, HostMachine, execute, load
 from mhcgen.gate.jobs import Job
 from mhcgen.gate.report import RedRow
-from mhcgen.hazards import STRENGTH, scope_between
+from mhcgen.hazards import STRENGTH, in_words, scope_between
 from mhcgen.inputs import make_inputs
 from mhcgen.ir import Program
 from mhcgen.lower import signature, tensors_of
@@ -106,8 +106,7 @@ def mutants(kernel: Kernel, faults: tuple[str, ...]) -> Iterator[Mutant]:
             to = None if fault == "drop-barrier" else weaker
             name = f"{kernel.name}_{fault.split('-')[0]}{index}"
             body = edit_sync(kernel.body, index, partial(_become, to))
-            what = "wait for what is sent" if sync.scope == "arrival" else f"{sync.scope} barrier"
-            how = f"{what} " + ("removed" if to is None else f"made {to.scope}")
+            how = f"{in_words(sync.scope)} " + ("removed" if to is None else f"made {to.scope}")
             yield Mutant(replace(kernel, name=name, body=body), kernel, sync, fault, how)
 
 

@@ -29,8 +29,6 @@ from mhcgen.plan import Plan
 Tamper = Callable[[Arm, Plan], str]
 
 ORDERS = ("descending", "random", "warp-greedy")
-#: Tokens for a cluster: all it has room for.
-MOST = MAX_CLUSTER_TOKENS
 
 T = TypeVar("T")
 
@@ -200,7 +198,7 @@ def run_arm(session: Session, arm: Arm, plan: Plan, source: str | None = None) -
     # With few tokens each cluster has one; full ones take ways through the text that no usual token count takes.
     clusters = any(kernel.cluster > 1 for kernel in plan.kernels)
     full = [
-        (job, session.execute(loaded, job.inputs, per_cluster=MOST, **counted))
+        (job, session.execute(loaded, job.inputs, per_cluster=MAX_CLUSTER_TOKENS, **counted))
         for job in session.jobs
         if clusters and job.tokens > 1
     ]

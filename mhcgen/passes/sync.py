@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mhcgen.hazards import STRENGTH, walk_hazards, with_reasons
+from mhcgen.hazards import STRENGTH, in_words, walk_hazards, with_reasons
 from mhcgen.log import Decision, LogEntry
 from mhcgen.plan import Kernel, Plan
 from mhcgen.stages import MIXES
@@ -41,7 +41,7 @@ PRIMITIVE = {
     "warp": "__syncwarp()",
     "data": "barrier of the data warps",
     "block": "__syncthreads()",
-    "arrival": "wait for what is sent",
+    "arrival": in_words("arrival"),
 }
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from mhcgen.functions import ITEMSIZES, vector_of
 from mhcgen.ir import Stage
-from mhcgen.plan import Access, Declare, Kernel, Node, Plan
+from mhcgen.plan import BUFFER_BYTES, Access, Declare, Kernel, Node, Plan
 from mhcgen.steps import mix
 from mhcgen.steps.column import levels
 from mhcgen.steps.context import Context, arrivals_of, identifier
@@ -65,7 +65,7 @@ class ClusterContext(Context):
         """
         self.share(buffer, ctype, each * (1 if tokens == "1" else self.kernel.tokens))
         counter = self.share(arrivals_of(buffer), "arrivals", 1)
-        size = each * {"float": 4, "double": 8}[ctype]
+        size = each * BUFFER_BYTES[ctype]
         self.expects[tokens].append((counter, f"{size}" if tokens == "1" else f"{size} * {tokens}"))
         return {"ranks": buffer, "counter": counter}
 

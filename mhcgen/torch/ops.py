@@ -21,7 +21,7 @@ from mhcgen.torch import autograd, cpu
 from mhcgen.torch.calls import LAST, Call, call_of, note
 from mhcgen.torch.eager import evaluate
 from mhcgen.torch.operations import OPERATIONS, Operation
-from mhcgen.torch.straight import READY, optional, prepared
+from mhcgen.torch.straight import READY, key_of, optional, prepared
 
 NAMESPACE = "mhcgen"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
@@ -77,7 +77,7 @@ def _quick(operation: Operation) -> Callable[..., Any]:
     ready = READY[operation.name]
 
     def implementation(*args: Any) -> Any:
-        found = ready.get((args[count], args[0].get_device(), *[args[index] is None for index in marked]))
+        found = ready.get(key_of(args[count], args[0].get_device(), args, marked))
         made = None
         if found is not None and not cpu.torch_asked_for:
             made = found.run(args)

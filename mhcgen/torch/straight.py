@@ -42,8 +42,8 @@ def prepared(operation: Operation, setup: str, tensors: Sequence[Tensor | None],
     """What launches an operation on a device, made the first time and kept for good."""
     found = prepared_before(operation, setup, tensors, device)
     if found is None:
-        key = (setup, device, *[tensors[index] is None for index in optional(operation)])
-        found = READY[operation.name].setdefault(key, Prepared(call_of(operation.name, setup, tensors), device))
+        made = Prepared(call_of(operation.name, setup, tensors), device)
+        found = READY[operation.name].setdefault(key_of(setup, device, tensors, optional(operation)), made)
     return found
 
 
@@ -51,8 +51,12 @@ def prepared_before(
     operation: Operation, setup: str, tensors: Sequence[Tensor | None], device: int
 ) -> Prepared | None:
     """What `prepared` has made; None where it was never asked."""
-    key = (setup, device, *[tensors[index] is None for index in optional(operation)])
-    return READY[operation.name].get(key)
+    return READY[operation.name].get(key_of(setup, device, tensors, optional(operation)))
+
+
+def key_of(setup: str, device: int, tensors: Sequence[Any], marked: Sequence[int]) -> tuple[Any, ...]:
+    """Key in `READY`; `marked` is what `optional` says of the operation."""
+    return (setup, device, *[tensors[index] is None for index in marked])
 
 
 def optional(operation: Operation) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ The `.cu` files mark each barrier with the scope of the race that its absence ca
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -210,3 +210,36 @@ __all__ = [
     "signature",
     "source",
 ]
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A kernel body that breaks a rule of the executor.
+
+    Args:
+        rule: which; its first word is the kind of the finding, unless `kind` says otherwise.
+        body: of the kernel.
+        lines: of the finding's places.
+        kind: of the finding, where the rule's name does not say.
+        stops: the launch ends there.
+        in_plain_mode: it is found without race mode too.
+    """
+
+    rule: str
+    body: str
+    lines: tuple[int, ...]
+    kind: str = ""
+    stops: bool = False
+    in_plain_mode: bool = True
+
+    def __str__(self) -> str:
+        return self.rule
+
+    def check(self, run: Callable[..., tuple[Array, LaunchReport]]) -> None:
+        """What a run of the body reports: `run(body, race=...)` gives it behind the kernel's result."""
+        for race in (True, False)[: 1 + self.in_plain_mode]:
+            _, report = run(self.body, race=race)
+            found = [finding for finding in report.findings if finding.rule == self.rule]
+            assert found and found[0].lines == self.lines, report.text
+            assert found[0].kind == (self.kind or self.rule.split("-")[0])
+            assert report.completed is not self.stops

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from host_cases import ORDERS, signature, source
+from host_cases import ORDERS, Broken, signature, source
 
 from mhcgen.backends.host import Finding, HostModule, LaunchReport
 from mhcgen.backends.host.abi import RULES
@@ -148,20 +148,6 @@ def run(body: str, *, race: bool = True, blocks: int = 2, **options: Any) -> tup
     return o, host.launch("k", blocks, 64, [o], cluster=2, **options)
 
 
-@dataclass(frozen=True)
-class Broken:
-    """A kernel body and its finding."""
-
-    rule: str
-    body: str
-    lines: tuple[int, ...]
-    stops: bool = False
-    in_plain_mode: bool = True
-
-    def __str__(self) -> str:
-        return self.rule
-
-
 BROKEN = (
     Broken("arrivals-excess", START + "if (t < 3)\n mhc_host_send(s + t, 1.0f, &c, other);\n" + WAIT, (5, 8)),
     Broken("arrivals-no-start", "sync();\n if (t == 0)\n mhc_host_send(s, 1.0f, &c, other);", (7,), stops=True),
@@ -198,12 +184,7 @@ BROKEN = (
 
 @pytest.mark.parametrize("broken", BROKEN, ids=str)
 def test_each_rule_names_its_places(broken: Broken) -> None:
-    for race in (True, False)[: 1 + broken.in_plain_mode]:
-        _, report = run(broken.body, race=race)
-        found = [f for f in report.findings if f.rule == broken.rule]
-        assert found and found[0].lines == broken.lines, report.text
-        assert found[0].kind == broken.rule.split("-")[0]
-        assert report.completed is not broken.stops
+    broken.check(run)
 
 
 def test_every_rule_is_broken_here() -> None:

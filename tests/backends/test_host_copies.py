@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from host_cases import ORDERS, signature, source
+from host_cases import ORDERS, Broken, signature, source
 
 from mhcgen.backends.host import HostModule, LaunchReport
 
@@ -94,68 +93,51 @@ def run(body: str, *, race: bool = True, **options: Any) -> tuple[Array, LaunchR
     return o, host.launch("k", 1, 64, [np.arange(260, dtype=np.float32), o], dynamic_shared=64, **options)
 
 
-@dataclass(frozen=True)
-class Broken:
-    """A kernel body and its finding."""
-
-    rule: str
-    kind: str
-    body: str
-    lines: tuple[int, ...]
-    stops: bool = False
-    in_plain_mode: bool = True
-
-    def __str__(self) -> str:
-        return self.rule
-
-
 BROKEN = (
-    Broken("misaligned", "misaligned", "if (t == 3)\n mhc_host_copy_async(s + 2, x);\n" + WAIT, (5,), stops=True),
-    Broken("misaligned", "misaligned", "if (t == 3)\n mhc_host_copy_async(s, x + 1);\n" + WAIT, (5,), stops=True),
-    Broken("copy-memory", "copy", "if (t == 3)\n mhc_host_copy_async(o, x);\n" + WAIT, (5,), stops=True),
-    Broken("copy-memory", "copy", "if (t == 3)\n mhc_host_copy_async(s, r);\n" + WAIT, (5,), stops=True),
-    Broken("copy-not-awaited", "copy", "if (t == 3)\n mhc_host_copy_async(s, x);", (5,)),
-    Broken("copy-not-awaited", "copy", WAIT + "mhc_host_copy_async(s + 4 * t, x + 4 * t);", (5,)),
+    Broken("misaligned", "if (t == 3)\n mhc_host_copy_async(s + 2, x);\n" + WAIT, (5,), stops=True),
+    Broken("misaligned", "if (t == 3)\n mhc_host_copy_async(s, x + 1);\n" + WAIT, (5,), stops=True),
+    Broken("copy-memory", "if (t == 3)\n mhc_host_copy_async(o, x);\n" + WAIT, (5,), stops=True),
+    Broken("copy-memory", "if (t == 3)\n mhc_host_copy_async(s, r);\n" + WAIT, (5,), stops=True),
+    Broken("copy-not-awaited", "if (t == 3)\n mhc_host_copy_async(s, x);", (5,)),
+    Broken("copy-not-awaited", WAIT + "mhc_host_copy_async(s + 4 * t, x + 4 * t);", (5,)),
     Broken(
         "copy-in-flight",
-        "race",
         "mhc_host_copy_async(s + 4 * t, x);\n o[t] = s[4 * t];\n" + WAIT,
         (4, 5),
+        kind="race",
         in_plain_mode=False,
     ),
     Broken(  # a barrier does not help: nobody has waited
         "copy-in-flight",
-        "race",
         "mhc_host_copy_async(s + 4 * t, x);\n __syncthreads();\n o[t] = s[t ^ 32];\n __syncthreads();\n" + WAIT,
         (4, 6),
+        kind="race",
         in_plain_mode=False,
     ),
     Broken(
         "copy-in-flight",
-        "race",
         "mhc_host_copy_async(s + 4 * t, x);\n s[4 * t] = 1;\n" + WAIT,
         (4, 5),
+        kind="race",
         in_plain_mode=False,
     ),
     Broken(
         "copy-in-flight",
-        "race",
         "mhc_host_copy_async(s + 4 * t, x);\n mhc_host_copy_async(s + 4 * t, x);\n" + WAIT,
         (4, 5),
+        kind="race",
         in_plain_mode=False,
     ),
     Broken(
-        "race",
         "race",
         "s[t] = t;\n __syncthreads();\n o[t] = s[t ^ 32];\n if (t < 16) mhc_host_copy_async(s + 4 * t, x);\n"
         " __syncthreads();\n" + WAIT,
         (6, 7),
         in_plain_mode=False,
     ),
-    Broken("oob-guard", "oob", "mhc_host_copy_async(s + 4 * t, x + 4 * t + 8);\n" + WAIT, (4,), in_plain_mode=False),
+    Broken("oob-guard", "mhc_host_copy_async(s + 4 * t, x + 4 * t + 8);\n" + WAIT, (4,), in_plain_mode=False),
     Broken(
         "oob-shared",
-        "oob",
         "extern __shared__ float d[];\n mhc_host_copy_async(d + 4 * t, x);\n" + WAIT,
         (5,),
         in_plain_mode=False,
@@ -165,12 +147,7 @@ BROKEN = (
 
 @pytest.mark.parametrize("broken", BROKEN, ids=str)
 def test_each_rule_names_its_places(broken: Broken) -> None:
-    for race in (True, False)[: 1 + broken.in_plain_mode]:
-        _, report = run(broken.body, race=race)
-        found = [f for f in report.findings if f.rule == broken.rule]
-        assert found and found[0].lines == broken.lines, report.text
-        assert found[0].kind == broken.kind
-        assert report.completed is not broken.stops
+    broken.check(run)
 
 
 def test_who_forgets_the_wait_reads_poison() -> None:

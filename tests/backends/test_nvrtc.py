@@ -236,6 +236,21 @@ def test_second_compilation_comes_from_the_cache(runs: list[str]) -> None:
     assert len(runs) == 1
 
 
+def test_what_nvrtc_kept_itself_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its own cache, which it has on machines with a GPU, comes no ptxas log: no registers, no spills."""
+    given: list[tuple[str, ...]] = []
+    original = Nvrtc.compile
+
+    def watched(self: Nvrtc, source: str, options: tuple[str, ...], name: str) -> nvrtc_library.NvrtcResult:
+        given.append(options)
+        return original(self, source, options, name)
+
+    monkeypatch.setattr(Nvrtc, "compile", watched)
+    nvrtc.compile(COUNTED, "sm_90")
+    (options,) = given
+    assert ("--no-cache" in options) == (find_nvrtc().version >= (12, 9))
+
+
 def test_everything_that_changes_the_result_changes_the_key(runs: list[str]) -> None:
     nvrtc.compile(COUNTED, "sm_90")
     nvrtc.compile(COUNTED + " ", "sm_90")

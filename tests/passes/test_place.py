@@ -224,6 +224,14 @@ def test_a_cluster_needs_a_warp_for_columns_beside_that_of_the_mixes() -> None:
     assert caught.value.code == "P-CLUSTER" and "--threads 64" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("arch", "blocks"), [("sm_80", 1), ("sm_90", 16), ("sm_100", 16), ("sm_120", 8), ("sm_121", 8)]
+)
+def test_a_cluster_is_by_itself_no_larger_than_documented(arch: str, blocks: int) -> None:
+    made = mhcgen.build(hidden=4096, dtype="bf16", projection="fma")
+    assert [kernel.cluster for kernel in mhcgen.compile(made, "pre", arch=arch).kernels] == [blocks]
+
+
 def test_where_no_cluster_fits_by_itself_the_log_says_why() -> None:
     made = mhcgen.build(streams=1, hidden=20480, projection="fma", norm=True, quant="q8")
     plan = mhcgen.compile(made, "pre-norm-quant")
