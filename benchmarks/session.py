@@ -1,4 +1,4 @@
-"""One measuring session: every table of docs/measurements, as JSON files under a folder, in about six minutes.
+"""One measuring session: every table of docs/measurements, as JSON files under a folder, in three minutes or so.
 
     PYTHONPATH=. python3 benchmarks/session.py OUT [--only decode,prefill] [--seconds 360] [--dry]
 

@@ -111,10 +111,16 @@ def _timed(rows: Sequence[Row]) -> list[list[str]]:
     by_name: dict[str, dict[int, Row]] = {}
     for row in rows:
         by_name.setdefault(subject(row), {})[row["T"]] = row
-    floors = {count: min(r["floor_us"] for r in rows if r["T"] == count and "floor_us" in r) for count in counts}
+    floors = {count: [r["floor_us"] for r in rows if r["T"] == count and "floor_us" in r] for count in counts}
     body = [[name, *(cell(taken[c]) if c in taken else "-" for c in counts)] for name, taken in by_name.items()]
     heading = ["us", *(f"T = {count}" for count in counts)]
-    return [heading, *body, ["floor", *(f"{floors[count]:.2f}" for count in counts)]]
+    return [heading, *body, ["floor", *(_range(floors[count]) for count in counts)]]
+
+
+def _range(figures: Sequence[float]) -> str:
+    """The least and the largest; what is launched has a floor of its own."""
+    low, high = f"{min(figures):.2f}", f"{max(figures):.2f}"
+    return low if low == high else f"{low} to {high}"
 
 
 def _slopes(rows: list[Row]) -> list[list[str]]:
@@ -141,10 +147,11 @@ def _phases(table: Mapping[str, Any]) -> list[list[str]]:
 def failures(found: Mapping[str, Any]) -> list[str]:
     """One line for every figure that could not be taken."""
     lines = [
-        f"{name}: {subject(row)}, {shape(row)}, T = {row.get('T')}: {row['error']}"
+        f"{name}: {subject(row)}, {shape(row)}, T = {row.get('T')}: {what}{row[key]}"
         for name, rows in sections(found).items()
         for row in rows
-        if "error" in row
+        for key, what in (("error", ""), ("graph_error", "graph replay: "))
+        if key in row
     ]
     lines += [f"{peer}: {why}" for peer, why in found.get("missing", {}).items()]
     return [*lines, *found.get("notes", ()), *([str(found["error"])] if "error" in found else [])]

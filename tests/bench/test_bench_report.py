@@ -273,6 +273,20 @@ def test_only_the_fastest_curves_are_drawn() -> None:
     assert list(lines) == [f"w {i}" for i in range(plot.MOST_LINES)]
 
 
+def test_the_floor_of_what_is_launched_may_differ(made: BenchReport) -> None:
+    found = made.as_dict()
+    wide = [{**row, "what": "post", "floor_us": 3.0 + row["floor_us"]} for row in found["rows"]]
+    both = {**found, "rows": [*found["rows"], *wide]}
+    lines, one = ([x for x in report.markdown(made).splitlines() if "floor" in x] for made in (both, found))
+    assert lines and all(" to " in line for line in lines) and not any(" to " in line for line in one)
+
+
+def test_a_graph_that_could_not_be_taken_is_said(made: BenchReport) -> None:
+    found = made.as_dict()
+    rows = [{**found["rows"][0], "graph_error": "no capture"}]
+    assert any("graph replay: no capture" in line for line in report.failures({**found, "rows": rows}))
+
+
 def test_of_several_sizes_one_is_drawn(made: BenchReport) -> None:
     found = made.as_dict()
     wide = [{**row, "H": 2 * row["H"]} for row in found["rows"]]
