@@ -34,8 +34,8 @@ Written by `mhcgen docs --write` from `mhcgen/log.py` and `tests/catalogue.py`; 
 
 A refusal is the answer no to a legal question. It carries one of these codes, where a path proves it that path as
 a witness, and a hint. Asked for by name on the command line it ends every verb with exit code 3; in Python it is
-raised as `mhcgen.RefusedError`. It is shown here as logs and `explain` have it; the error that ends a command has the same
-code, reason, path and hint in the form of all errors.
+raised as `mhcgen.RefusedError`. It is shown here as logs and `explain` have it; the error that ends a command has the
+same code, reason, path and hint in the form of all errors.
 """
 
 

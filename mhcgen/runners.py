@@ -26,9 +26,10 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
 
 
 class Runner(Protocol):
-    """Where kernels run."""
+    """Where kernels run; `options` are those of `launch` that callers may give."""
 
     name: str
+    options: tuple[str, ...]
 
     def check_array(self, name: str, value: Any) -> Any:
         """The array itself, or an InputTypeError if it is not of this runner's kind."""
@@ -73,6 +74,7 @@ class HostRunner:
     """
 
     name = "host"
+    options: tuple[str, ...] = ("order", "seed", "blocks", "count_accesses")
 
     def __init__(
         self,
@@ -183,6 +185,7 @@ class CudaRunner:
     """
 
     name = "cuda"
+    options: tuple[str, ...] = ("stream",)
 
     def __init__(self, plan: Plan, *, compile: str = "auto", source: str | None = None) -> None:
         from mhcgen.backends import cuda

@@ -21,7 +21,7 @@ from mhcgen.runners import CudaRunner as CudaRunner
 from mhcgen.runners import HostRunner as HostRunner
 from mhcgen.runners import Runner as Runner
 from mhcgen.runners import cuda_usable as cuda_usable
-from mhcgen.values import member
+from mhcgen.values import member, plain
 
 if TYPE_CHECKING:
     from mhcgen.classes import ClassModule
@@ -96,7 +96,7 @@ class Module:
         Raises:
             InputError: `I-MISSING`, `I-UNKNOWN`, `I-SHAPE`, `I-LAYOUT`, `I-TOKENS`, `I-BRANCH`, `I-OVERLAP`.
             InputTypeError: `I-DTYPE`, `I-ARRAY`.
-            UsageError: `U-OPTION`, out, branches or launch_options that map no names.
+            UsageError: `U-OPTION`, out, branches or launch_options that map no names, or options that there are not.
         """
         for what, given in (("out", out), ("branches", branches), ("launch_options", launch_options)):
             if given is not None and not isinstance(given, Mapping):
@@ -106,14 +106,7 @@ class Module:
                     where=what,
                     hints=("give a dict, or leave it out",),
                 )
-        most = (launch_options or {}).get("per_cluster", 1)
-        if type(most) is not int or most < 1:
-            raise UsageError(
-                "U-OPTION",
-                f"per_cluster is a number of tokens from 1 on, got {most!r}",
-                where="launch_options['per_cluster']",
-                hints=("leave it out",),
-            )
+        how = self._launch_options(launch_options or {})
         tokens = self._check_inputs(tensors)
         arrays: dict[str, Any] = dict(tensors)
         if out:
@@ -131,7 +124,7 @@ class Module:
                 later = {t: array for t, array in (out or {}).items() if self._written_by[t] > place}
                 self._check_later(unit, arrays, later)
             elif tokens > 0 or unit.grid == "once":
-                self._launch(unit, arrays, tokens, dict(launch_options or {}))
+                self._launch(unit, arrays, tokens, dict(how))
         return {t.name: arrays[t.name] for t in self.program.of_role("result")}
 
     def needs_compiling(self, **arrays: Any) -> bool:
@@ -154,6 +147,29 @@ class Module:
         """Whether any kernel has a pointer to it (opaque stages always do)."""
         opaque = any(tensor in (*s.reads, *s.writes) for s in self.program.stages_of_kind(*OPAQUE_KINDS))
         return opaque or any(tensor in names for names, _ in self._pointers.values())
+
+    def _launch_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """What is given, checked; `per_cluster` may be any kind of integer."""
+        known = ("per_cluster", *self.runner.options)
+        for option in given:
+            if option not in known:
+                raise UsageError(
+                    "U-OPTION",
+                    f"there is no launch option {option!r} on {self.runner.name}",
+                    where="launch_options",
+                    hints=(f"options: {', '.join(known)}",),
+                )
+        if "per_cluster" not in given:
+            return dict(given)
+        most = plain("per_cluster", given["per_cluster"])
+        if type(most) is not int or most < 1:
+            raise UsageError(
+                "U-OPTION",
+                f"per_cluster is a number of tokens from 1 on, got {most!r}",
+                where="launch_options['per_cluster']",
+                hints=("leave it out",),
+            )
+        return {**given, "per_cluster": most}
 
     def _launch(self, kernel: Kernel, arrays: dict[str, Any], tokens: int, options: dict[str, Any]) -> None:
         # The gate launches kernels of its own with these arrays: variants of the plan's.

@@ -79,7 +79,9 @@ def _same(a: Any, b: Any) -> bool:
     assert (a.dtype, a.shape) == (b.dtype, b.shape)
     word = {1: np.uint8, 2: np.uint16, 4: np.uint32}[a.dtype.itemsize]
     same = a.view(word) == b.view(word)
-    if a.dtype.kind != "i" and a.dtype != np.uint8:
+    if a.dtype == np.uint8:  # codes of fp8, whose two NaNs are one here as in the gate
+        same |= (a & 0x7F == 0x7F) & (b & 0x7F == 0x7F)
+    elif a.dtype.kind != "i":
         same |= np.isnan(a.astype(np.float32)) & np.isnan(b.astype(np.float32))
     return bool(same.all())
 

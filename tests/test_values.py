@@ -114,6 +114,27 @@ def test_what_maps_no_names(module: Module, what: str) -> None:
     assert caught.value.code == "U-OPTION"
 
 
+@pytest.mark.parametrize("options", [{"per_cluste": 2}, {1: 2}, {"cluster": 3}, {"stream": 0}])
+@pytest.mark.parametrize("tokens", [0, 2])
+def test_a_launch_option_that_there_is_not(module: Module, options: dict[Any, Any], tokens: int) -> None:
+    with pytest.raises(UsageError, match="there is no launch option") as caught:
+        module(**factories.inputs(PROGRAM, tokens), launch_options=options)
+    assert caught.value.code == "U-OPTION" and "per_cluster, order, seed" in str(caught.value)
+
+
+@pytest.mark.parametrize("most", [0, -1, True, 1.0, "2", [1], None])
+def test_a_cluster_takes_a_number_of_tokens(module: Module, most: Any) -> None:
+    with pytest.raises(UsageError, match="from 1 on") as caught:
+        module(**INPUTS, launch_options={"per_cluster": most})
+    assert caught.value.code == "U-OPTION"
+
+
+def test_any_kind_of_integer_is_a_number_of_tokens(module: Module) -> None:
+    base = module(**INPUTS)
+    made = module(**INPUTS, launch_options={"per_cluster": np.int64(2), "seed": 3})
+    assert all(made[name].tobytes() == base[name].tobytes() for name in base)
+
+
 @pytest.mark.parametrize("branch", [None, "attention", 0])
 def test_a_branch_that_cannot_be_called(branch: Any) -> None:
     site = mhcgen.build(**SMALL, scope="site")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mhcgen.bench.report import read, sections, shape, subject
-from mhcgen.errors import EnvironmentFault
+from mhcgen.errors import EnvironmentFault, InputError
 
 #: Beyond so many lines a picture is not read any more; the fastest are drawn.
 MOST_LINES = 20
@@ -65,9 +65,15 @@ def plot(found: Mapping[str, Any], path: Path) -> None:
 
     Raises:
         EnvironmentFault: `E-NO-PLOT`, matplotlib is not installed.
+        InputError: `I-BENCH`, no row has a time and bytes.
     """
     pyplot = require_plot()
     lines = curves(found)
+    if not lines:
+        raise InputError(
+            "I-BENCH", "there is nothing to draw: no row has a time and the bytes it moves", where="--plot",
+            hints=("the table says what could not be taken",),
+        )
     look = looks(lines)
     figure, (times, rates) = pyplot.subplots(1, 2, figsize=(12, 6.5))
     rate, null = float(found["copy_TB_s"]) * 1e6, float(found["null_us"])

@@ -72,11 +72,11 @@ def bench(
         from mhcgen.files import write_file
 
         write_file(json, report.json())
+    say(report.table())
     if plot is not None:
         from mhcgen.bench.plot import plot as draw
 
         draw(report.as_dict(), plot)
-    say(report.table())
 
 
 @takes_request

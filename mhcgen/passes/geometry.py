@@ -220,7 +220,8 @@ def _cluster_geometry(plan: Plan, kernel: Kernel, kinds: set[str], chunk: int, l
             kernel.name,
             f"a cluster of {blocks} blocks for up to {tokens} tokens, {run} columns a lane, {rows} rows of fn a warp",
             "fn is far larger than the streams: its columns are spread over several SMs, and each row is "
-            "read once for all tokens of the cluster",
+            "read once for all tokens of the cluster"
+            + (f"; asked for, and more than the {usual} that are documented for {options.arch}" * (blocks > usual)),
         )
     )
     return replace(

@@ -49,6 +49,7 @@ class TorchRunner:
     """
 
     name = "torch"
+    options: tuple[str, ...] = ()
 
     def __init__(self, plan: Plan, device: int | None = None) -> None:
         if not torch.cuda.is_available():

@@ -301,6 +301,13 @@ def test_what_is_launched_has_a_colour_and_by_whom_a_form() -> None:
     assert look["finish torch"]["marker"] == look["post torch"]["marker"] != look["post"]["marker"]
 
 
+def test_without_a_time_there_is_nothing_to_draw(made: BenchReport, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(InputError, match="nothing to draw") as caught:
+        plot.plot({**made.as_dict(), "rows": []}, tmp_path / "out.png")
+    assert caught.value.code == "I-BENCH" and not list(tmp_path.iterdir())
+
+
 def test_a_picture_is_drawn(made: BenchReport, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "out.png"

@@ -232,6 +232,13 @@ def test_a_cluster_is_by_itself_no_larger_than_documented(arch: str, blocks: int
     assert [kernel.cluster for kernel in mhcgen.compile(made, "pre", arch=arch).kernels] == [blocks]
 
 
+def test_a_larger_cluster_can_be_asked_for_and_the_log_says_so() -> None:
+    made = mhcgen.build(hidden=4096, dtype="bf16", projection="fma")
+    plan = mhcgen.compile(made, "pre", arch="sm_120", cluster=16)
+    assert [kernel.cluster for kernel in plan.kernels] == [16]
+    assert "more than the 8 that are documented for sm_120" in "\n".join(map(str, plan.log))
+
+
 def test_where_no_cluster_fits_by_itself_the_log_says_why() -> None:
     made = mhcgen.build(streams=1, hidden=20480, projection="fma", norm=True, quant="q8")
     plan = mhcgen.compile(made, "pre-norm-quant")
