@@ -16,6 +16,9 @@ Whose fault each class usually is, and the exit code of `mhcgen` for it:
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+
 EXIT_OK = 0
 EXIT_DIFFERS = 1
 EXIT_USAGE = 2
@@ -127,3 +130,13 @@ def render(error: MhcgenError) -> str:
     lines += [f"  note: {note}" for note in error.notes]
     lines += [f"  hint: {hint}" for hint in error.hints]
     return "\n".join(lines)
+
+
+def exit_code(call: Callable[[], None]) -> int:
+    """Make a call of a module that is run by itself: 0, or an error's exit code after its one form on stderr."""
+    try:
+        call()
+    except MhcgenError as error:
+        print(render(error), file=sys.stderr)
+        return error.exit_code
+    return EXIT_OK

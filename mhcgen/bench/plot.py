@@ -9,12 +9,12 @@ kernel, one of many by the rate of a copy.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mhcgen.bench.report import read, sections, shape, subject
-from mhcgen.errors import EnvironmentFault, InputError
+from mhcgen.errors import EnvironmentFault, InputError, UsageError, exit_code
 
 #: Beyond so many lines a picture is not read any more; the fastest are drawn.
 MOST_LINES = 20
@@ -117,10 +117,20 @@ def require_plot() -> Any:
     return pyplot
 
 
-def main(source: str, target: str) -> None:
-    """Draw the figures of a JSON file."""
-    plot(read(Path(source)), Path(target))
+def main(words: Sequence[str]) -> None:
+    """Draw the figures of a JSON file.
+
+    Raises:
+        UsageError: `U-OPTION`, not two words.
+        InputError, EnvironmentFault: as `read` and `plot`.
+    """
+    if len(words) != 2:
+        raise UsageError(
+            "U-OPTION", f"two names of files are needed, got {len(words)}", where="mhcgen.bench.plot",
+            hints=("python -m mhcgen.bench.plot decode.json decode.png",),
+        )
+    plot(read(Path(words[0])), Path(words[1]))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    sys.exit(exit_code(lambda: main(sys.argv[1:])))

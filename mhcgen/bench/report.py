@@ -11,12 +11,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mhcgen.errors import InputError
+from mhcgen.errors import InputError, exit_code
 
 Row = Mapping[str, Any]
 
 #: Keys of a file that are no sections.
 _HEAD = ("notes", "traceback")
+#: Values that tables count on, where a row or the head of a file has them.
+_KINDS: dict[str, tuple[type, ...]] = {
+    "what": (str,), "T": (int,), "bytes": (int,), "missing": (dict,), "notes": (list,),
+    "graph": (dict,), "back_to_back": (dict,), "wall": (dict,), "phases": (list,),
+    **dict.fromkeys(("us", "low", "high", "floor_us", "copy_TB_s", "null_us"), (float, int)),
+}
 _METHODS = {"graph": "graph replay", "back_to_back": "back to back", "wall": "Python calls"}
 
 
@@ -33,7 +39,7 @@ def read(path: Path) -> dict[str, Any]:
     """A file of figures.
 
     Raises:
-        InputError: `I-BENCH`, not such a file, or figures of a dry run, which measured nothing.
+        InputError: `I-BENCH`, no such file, rows that cannot be read, or figures of a dry run.
     """
     from mhcgen.bench.facts import FORMAT
 
@@ -54,7 +60,36 @@ def read(path: Path) -> dict[str, Any]:
             "I-BENCH", "these are the numbers of a dry run, which measures nothing", where=str(path),
             hints=("measure on a GPU",),
         )
+    _check_rows(found, path)
     return found
+
+
+def _check_rows(found: Mapping[str, Any], path: Path) -> None:
+    """What tables and pictures take for granted: a file may have been edited, or cut.
+
+    Raises:
+        InputError: `I-BENCH`.
+    """
+    named = [(f"row {at} of {name}", row) for name, rows in sections(found).items() for at, row in enumerate(rows)]
+    for where, row in [("its head", found), *named]:
+        bad = [key for key in _needed(found, row) if key not in row]
+        bad += [key for key, kinds in _KINDS.items() if not isinstance(row.get(key, kinds[0]()), kinds)]
+        bad += ["method"] * (row.get("method", "graph") not in [*_METHODS])
+        if bad:
+            raise InputError(
+                "I-BENCH", f"{where} has no {bad[0]} that can be read: {row.get(bad[0], 'it is missing')!r}",
+                where=str(path), hints=("`mhcgen bench --json FILE` writes such files; take this one again",),
+            )
+
+
+def _needed(found: Mapping[str, Any], row: Row) -> tuple[str, ...]:
+    if row is found:
+        return ("copy_TB_s", "null_us") if any("us" in timed for timed in sections(found).get("rows", ())) else ()
+    if "us_per_iteration" in row:
+        return ("what", "us_at_none")
+    if "us" not in row or row.get("what") == "bandwidth":
+        return ("what",)
+    return ("what", "T", "floor_us", *(("high",) if "low" in row else ()))
 
 
 # ---- rows to cells ----------------------------------------------------------------------------------
@@ -197,4 +232,4 @@ def main(paths: Iterable[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(exit_code(lambda: main(sys.argv[1:])))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,10 @@ from mhcgen.bench import facts, plot, report
 from mhcgen.bench.device import Dry
 from mhcgen.bench.run import BenchReport, BenchRequest, bench, name_of
 from mhcgen.build import build
-from mhcgen.errors import EnvironmentFault, InputError, RefusedError, UsageError
+from mhcgen.errors import EnvironmentFault, InputError, RefusedError, UsageError, exit_code
 from mhcgen.request import request
 
+ROOT = Path(__file__).resolve().parents[2]
 Cli = Callable[..., tuple[int, str, str]]
 
 
@@ -99,6 +102,43 @@ def test_other_files_are_no_figures(tmp_path: Path, text: str) -> None:
     assert caught.value.code == "I-BENCH"
     with pytest.raises(InputError):
         report.read(tmp_path / "absent.json")
+
+
+def _edits(figures: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Figures with one value taken out, or another in its place."""
+    for change in ("gone", "word", 7, None, [{}], {"a": 1}):
+        for key in figures:
+            edited = copy.deepcopy(figures)
+            edited.pop(key) if change == "gone" else edited.update({key: change})
+            yield f"{key} {change}", edited
+        for section, rows in report.sections(figures).items():
+            for key in dict.fromkeys(key for row in rows for key in row):
+                edited = copy.deepcopy(figures)
+                row = next(row for row in edited[section] if key in row)
+                row.pop(key) if change == "gone" else row.update({key: change})
+                yield f"{section} {key} {change}", edited
+
+
+def test_an_edited_file_is_read_or_refused(tmp_path: Path) -> None:
+    figures = json.loads((ROOT / "docs/measurements/2026-12-01-h200-decode.json").read_text())
+    path, refused = tmp_path / "f.json", set()
+    for name, edited in _edits({k: v[:3] if isinstance(v, list) else v for k, v in figures.items()}):
+        path.write_text(json.dumps(edited))
+        try:
+            found = report.read(path)
+        except InputError as error:
+            assert error.code == "I-BENCH"
+            refused.add(name)
+        else:
+            assert report.markdown(found) and report.text(found), name
+            assert not plot.curves(found) or found["copy_TB_s"] / found["null_us"] > 0, name
+    assert {"rows us word", "rows T gone", "null_us None", "format 7", "rows what gone"} <= refused
+
+
+def test_modules_run_by_themselves_end_with_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for call in (lambda: report.main([str(tmp_path / "absent.json")]), lambda: plot.main(["one"])):
+        assert exit_code(call) == 2
+        assert re.match(r"error\[[IU]-[A-Z]+\]: ", capsys.readouterr().err)
 
 
 def test_a_row_with_an_error_is_listed_and_not_tabled() -> None:
