@@ -26,8 +26,8 @@ def fma(a: Any, b: Any, c: Any) -> Any:
     inexact and its last bit is even, it moves one step towards the lost part. An odd 53-bit number is never a
     tie of 24 bits, so the second rounding gives what a single one would (Boldo and Melquiond, 2008).
     """
-    product = np.float64(a) * np.float64(b)
-    addend = np.broadcast_to(np.float64(c), np.broadcast_shapes(np.shape(product), np.shape(c)))
+    product = np.asarray(a, np.float64) * np.asarray(b, np.float64)
+    addend = np.broadcast_to(np.asarray(c, np.float64), np.broadcast_shapes(np.shape(product), np.shape(c)))
     total = np.asarray(product + addend)
     back = total - addend
     lost = (addend - (total - back)) + (product - back)  # Knuth's two-sum: exact
@@ -58,18 +58,18 @@ class Functions:
     def exp(self, x: Any) -> Any:
         if self.fast:
             scaled = x * F(1.4426950408889634)
-            return self._off(np.exp2(np.float64(scaled)), 2.0**-22 - 2.0**-24)
+            return self._off(np.exp2(np.asarray(scaled, np.float64)), 2.0**-22 - 2.0**-24)
         # Within 1.1 ulp: 0.5 from rounding, and 0.6 ulp (at least 0.6 * 2^-24 relative) before it.
-        return self._off(np.exp(np.float64(x)), 0.6 * 2.0**-24)
+        return self._off(np.exp(np.asarray(x, np.float64)), 0.6 * 2.0**-24)
 
     def divide(self, a: Any, b: Any) -> Any:
         if self.fast:
-            return a * self._off(1.0 / np.float64(b), 2.0**-24)
+            return a * self._off(1.0 / np.asarray(b, np.float64), 2.0**-24)
         return a / b
 
     def inverse_root(self, v: Any) -> Any:
         if self.fast:
-            return self._off(1.0 / np.sqrt(np.float64(v)), 2.0**-22.9 - 2.0**-24)
+            return self._off(1.0 / np.sqrt(np.asarray(v, np.float64)), 2.0**-22.9 - 2.0**-24)
         return F(1.0) / np.sqrt(v)
 
     def sigmoid(self, x: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -151,6 +152,25 @@ def test_the_wheel_emits_the_same_text_elsewhere(built: Path, tmp_path: Path, ve
     for words in (["list"], ["explain", "--graph", "svg"], ["doctor"], ["docs"]):
         run = subprocess.run([str(python.parent / "mhcgen"), *words], cwd=away, capture_output=True, text=True)
         assert run.returncode == 0, (words, run.stdout, run.stderr)
+
+
+@pytest.mark.slow
+def test_the_lowest_versions_do(built: Path, tmp_path: Path) -> None:
+    """What `dependencies` promises: with the oldest of each, the same text and the same answers."""
+    if sys.version_info >= (3, 13):
+        pytest.skip("the oldest numpy has no wheel for this Python")
+    (wheel,) = built.glob("*.whl")
+    lowest = [re.sub(r">=([\d.]+).*", r"==\1", word) for word in metadata()["project"]["dependencies"]]
+    assert all("==" in word for word in lowest)
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "env")], check=True)
+    python = tmp_path / "env" / "bin" / "python"
+    install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", str(wheel), *lowest]
+    done = subprocess.run(install, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert emission(python, tmp_path, PYTHONPATH="") == emission(sys.executable, tmp_path)
+    for words, code in ((["--help"], 0), (["list", "models"], 0), (["explain"], 0), (["run", "--inputs", "x"], 2)):
+        run = subprocess.run([str(python), "-m", "mhcgen", *words], cwd=tmp_path, capture_output=True, text=True)
+        assert run.returncode == code, (words, run.stdout, run.stderr)
 
 
 #: Version and type information of what is installed, and that no part of it needs what an extra brings.

@@ -74,7 +74,13 @@ def test_a_sample_of_the_matrix(cell: Cell) -> None:
     gate(cell, FEW_ARMS, projection="fma")
 
 
-@pytest.mark.parametrize("cell", sample()[1::3], ids=label)
+#: Half a minute in race mode.
+LARGE = [cell for cell in sample() if cell[1] * cell[2] > 2000]
+
+
+@pytest.mark.parametrize(
+    "cell", [pytest.param(cell, marks=[pytest.mark.slow] * (cell in LARGE)) for cell in sample()[1::3]], ids=label
+)
 def test_a_sample_in_race_mode(cell: Cell) -> None:
     gate(cell, "", race=True, projection="fma", norm=True, fuse="pre-norm")
 
