@@ -82,7 +82,9 @@ class Peer:
                 importlib.import_module(module)
             except Exception as error:  # noqa: BLE001  (a rival's import may fail in any way)
                 return f"not usable: import of {module}: {error_text(error)}"
-        return ""
+        import torch
+
+        return "" if torch.cuda.is_available() else f"not usable: torch {torch.__version__} sees no GPU"
 
 
 # ---- the plain formula ------------------------------------------------------------------------------

@@ -84,6 +84,7 @@ def module() -> types.ModuleType:
     """A module to put in place of `torch`."""
     torch = types.ModuleType("torch")
     cuda = types.SimpleNamespace(
+        is_available=lambda: True,
         synchronize=lambda: None,
         Stream=lambda: types.SimpleNamespace(synchronize=lambda: None),
         stream=lambda stream: nullcontext(),
@@ -93,6 +94,7 @@ def module() -> types.ModuleType:
     )
     names = {
         "bfloat16": ml_dtypes.bfloat16,
+        "__version__": "2.0+numpy",
         "cuda": cuda,
         "no_grad": nullcontext,
         "compile": lambda op, dynamic, fullgraph: op,

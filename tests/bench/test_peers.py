@@ -48,6 +48,12 @@ def test_an_absent_rival_is_said_to_be_absent(bench: Bench, monkeypatch: pytest.
     assert "us" not in row
 
 
+def test_a_torch_that_sees_no_gpu_is_said_once(torch: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert PEERS["torch"].missing() == ""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert PEERS["torch"].missing() == f"not usable: torch {torch.__version__} sees no GPU"
+
+
 def test_a_rival_whose_import_fails_is_no_accident(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda module: object())
 
