@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -20,18 +21,31 @@ LITTER = ("__pycache__", ".pytest_cache")
 def replacing(path: Path) -> Iterator[Path]:
     """A path to write to, which takes the place of `path` at the end, and is removed if that is not reached.
 
+    A link stays, and what it leads to is replaced.
+
     Raises:
-        EnvironmentFault: `E-WRITE`.
+        EnvironmentFault: `E-WRITE`; also where `path` is a device or a pipe, which a rename would remove.
     """
-    aside = _aside(path)
+    target = Path(os.path.realpath(path))
+    if is_special(target):
+        raise EnvironmentFault(
+            "E-WRITE", "is no regular file, so nothing can take its place", where=str(path),
+            hints=("name a regular file",),
+        )
+    aside = _aside(target)
     try:
         yield aside
-        aside.replace(path)
+        aside.replace(target)
     except OSError as error:
         raise _fault(path, error) from error
     finally:
         with contextlib.suppress(OSError):
             aside.unlink()
+
+
+def is_special(path: Path) -> bool:
+    """Whether there is something that is neither a file nor a folder: a device, a pipe, a socket."""
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def write_file(path: Path, text: str) -> None:
@@ -105,7 +119,7 @@ def _refresh(folder: Path, texts: Mapping[str, str | bytes]) -> None:
 
 
 def _aside(path: Path) -> Path:
-    return path.with_name(f".{path.name}{_PART}-{os.getpid()}")
+    return path.with_name(f".{path.name}{_PART}-{os.getpid()}-{threading.get_ident()}")
 
 
 def _write(path: Path, content: str | bytes) -> None:

@@ -13,7 +13,8 @@ from mhcgen.lower import signature
 from mhcgen.plan import Kernel, Plan
 from mhcgen.values import switch
 
-#: dtype name -> numpy dtype that carries it on the host; bf16 is ml_dtypes', never plain uint16.
+#: dtype name -> numpy dtype that carries it on the host; bf16 is ml_dtypes', never plain uint16. fp8 is its code in a
+#: byte, since CuPy has no such dtype.
 NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "fp32": np.dtype(np.float32),
     "bf16": np.dtype(ml_dtypes.bfloat16),

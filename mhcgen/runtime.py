@@ -91,7 +91,7 @@ class Module:
             tensors: every input and parameter by name; shapes and dtypes as in the Program.
 
         Returns:
-            Every result by name.
+            Every result by name; of fp8 the codes, uint8: `.view(ml_dtypes.float8_e4m3fn)` gives values.
 
         Raises:
             InputError: `I-MISSING`, `I-UNKNOWN`, `I-SHAPE`, `I-LAYOUT`, `I-TOKENS`, `I-BRANCH`, `I-OVERLAP`.
@@ -349,6 +349,8 @@ def _shape_error(plan: Plan, tensor: Tensor, have: tuple[int, ...]) -> InputErro
 def _dtype_hint(want: str, have: str) -> str:
     if want == "bf16" and have == "uint16":
         return "plain uint16 is never taken for bf16; use array.view(ml_dtypes.bfloat16) if that is what it holds"
+    if want.startswith("fp8") and have.startswith("float8"):
+        return "codes of fp8 are kept as bytes: use array.view(numpy.uint8)"
     return f"convert it explicitly to {NUMPY_DTYPES[want].name}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import zipfile
 from collections.abc import Callable
@@ -14,7 +15,8 @@ import pytest
 
 from mhcgen import cli
 from mhcgen.build import build, configure
-from mhcgen.errors import InternalError
+from mhcgen.errors import EnvironmentFault, InternalError
+from mhcgen.files import write_file
 from mhcgen.inputs import make_inputs
 from mhcgen.log import CATALOGUE
 from mhcgen.models import MODELS
@@ -434,6 +436,42 @@ def test_run_overwrites_only_when_told(mhcgen: Cli, tmp_path: Path, given: dict[
     first = target.read_bytes()
     assert mhcgen(*RUN, "--inputs", source, "--outputs", target, "--force")[0] == 0
     assert target.read_bytes() == first
+
+
+def test_run_replaces_what_a_link_leads_to_and_no_pipe(mhcgen: Cli, tmp_path: Path, given: dict[str, Any]) -> None:
+    source, link, pipe = save(tmp_path, given), tmp_path / "link.npz", tmp_path / "pipe.npz"
+    (tmp_path / "target.npz").write_text("old")
+    link.symlink_to("target.npz")
+    os.mkfifo(pipe)
+    assert mhcgen(*RUN, "--inputs", source, "--outputs", link, "--force")[0] == 0
+    assert link.is_symlink() and "y" in np.load(tmp_path / "target.npz")
+    code, _, err = mhcgen(*RUN, "--inputs", source, "--outputs", pipe, "--force")
+    assert code == 2 and err.startswith("error[U-OUTPUT]: it is no regular file")
+    code, _, err = mhcgen("report", "--fuse", "pre", "--hidden", "8", "--archs", "none", "--out", pipe, "--force")
+    assert code == 2 and err.startswith("error[U-OUTPUT]: it is no regular file")
+    with pytest.raises(EnvironmentFault, match="no regular file"):
+        write_file(pipe, "text")
+    assert pipe.is_fifo()
+
+
+def test_run_keeps_time_stamps(mhcgen: Cli, tmp_path: Path, given: dict[str, Any]) -> None:
+    target = tmp_path / "out.npz"
+    assert mhcgen(*RUN, "--stamps", "--inputs", save(tmp_path, given), "--outputs", target)[0] == 0
+    found = np.load(target)
+    (name,) = (name for name in found if name.startswith("stamps."))
+    assert found[name].dtype == np.int64 and found[name].shape[::2] == (len(given["x"]), 2)
+
+
+@pytest.mark.parametrize("tokens", ["1" * 5000, "9" * 41, "1,-1", "1,,2", "١"])
+def test_check_reads_token_counts(mhcgen: Cli, tokens: str) -> None:
+    code, _, err = mhcgen("check", "--hidden", "8", "--tokens", tokens)
+    assert code == 2 and err.startswith("error[U-TOKENS]: ")
+
+
+@pytest.mark.parametrize("red", ["", ",", "swap-eps,"])
+def test_check_plants_no_fault_without_a_name(mhcgen: Cli, red: str) -> None:
+    code, _, err = mhcgen("check", "--hidden", "8", "--tokens", "1", "--red", red)
+    assert code == 2 and err.startswith("error[U-RED]: ")
 
 
 def test_run_needs_both_files_and_a_program_without_a_branch(mhcgen: Cli, tmp_path: Path) -> None:

@@ -96,6 +96,17 @@ def test_a_trunk_is_the_reference(model: str, exit: str, options: dict[str, Any]
     np.testing.assert_allclose(y.reshape(6, HIDDEN).numpy(), by_reference(made, e), rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.parametrize(("model", "exit"), TRUNKS, ids=lambda value: str(value))
+@pytest.mark.parametrize("lead", [(0,), (2, 0), (0, 5)], ids=str)
+def test_a_trunk_takes_no_tokens(model: str, exit: str, lead: tuple[int, ...]) -> None:
+    for options in ({}, {"norm": True, "boundary": True}):
+        e = torch.zeros(*lead, HIDDEN, requires_grad=True)
+        y = stack(model, exit, **options)(e)
+        assert y.shape == e.shape
+        y.sum().backward()
+        assert e.grad is not None and e.grad.shape == e.shape
+
+
 @needs_executor
 def test_fusion_of_boundaries_changes_no_bit() -> None:
     e = torch.randn(3, HIDDEN)

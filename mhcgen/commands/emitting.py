@@ -77,6 +77,8 @@ def _abi(abi: str | None, cubin: str | None, name: str | None) -> AbiRequest | N
     _member("--abi", abi, ABIS)
     if abi is None:
         return None
+    if name == "":
+        raise UsageError("U-NAME", "the name is empty", where="--name", hints=("give a name, or leave it out",))
     archs = () if cubin is None else tuple(part.strip() for part in cubin.split(","))
     return AbiRequest(name or "", archs)
 

@@ -213,7 +213,10 @@ SHARED: tuple[inspect.Parameter, ...] = (
         "dependent", bool, "--dependent", "",
         "Dependent launch: parameters are read before the wait for the preceding launch (sm_90 and later).",
     ),
-    _shared("stamps", bool, "--stamps", "", "Time stamps at the borders of phases, as one more result."),
+    _shared(
+        "stamps", bool, "--stamps", "",
+        "Time stamps at the borders of phases, as one more result: `stamps.KERNEL` of `run`.",
+    ),
     _shared("tuned", bool, "--tuned", "", "The schedule that `mhcgen tune` found for this on this GPU, if it did."),
 )
 
@@ -275,7 +278,8 @@ def token_counts(text: str) -> tuple[int, ...]:
         UsageError: `U-TOKENS`.
     """
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and int(part) <= MAX_TOKENS for part in parts):
+    # The length first: int() has a limit of its own.
+    if not all(re.fullmatch("[0-9]{1,40}", part) and int(part) <= MAX_TOKENS for part in parts):
         raise UsageError(
             "U-TOKENS",
             f"token counts are integers from 0 to {MAX_TOKENS} with commas between, got {text!r}",

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from mhcgen.errors import UsageError
+from mhcgen.files import is_special
 
 
 def say(text: str) -> None:
@@ -52,5 +53,9 @@ def check_output(option: str, path: Path, force: bool) -> None:
         raise bad("its folder does not exist", "make the folder first")
     if path.is_dir():
         raise bad("there is a folder of that name", "name a file")
-    if path.exists() and not force and b"mhcgen" not in path.read_bytes()[:512]:
-        raise bad("mhcgen did not make the file that is there", "name another file, or give --force")
+    if is_special(path):
+        raise bad("it is no regular file", "name a regular file")
+    if path.exists() and not force:
+        with path.open("rb") as file:
+            if b"mhcgen" not in file.read(512):
+                raise bad("mhcgen did not make the file that is there", "name another file, or give --force")

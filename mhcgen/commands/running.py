@@ -21,6 +21,7 @@ from mhcgen.commands.options import (
 )
 from mhcgen.commands.output import say
 from mhcgen.errors import InputError, UsageError
+from mhcgen.files import is_special
 
 if TYPE_CHECKING:
     import numpy as np
@@ -53,7 +54,11 @@ def check(
     """
     from mhcgen.gate import Request, run
 
-    names = tuple(name.strip() for part in red or () for name in part.split(",") if name.strip())
+    names = tuple(name.strip() for part in red or () for name in part.split(","))
+    if "" in names:  # an empty variable of a script is no reason to plant nothing and pass
+        raise UsageError(
+            "U-RED", "a name of a fault is missing", where="--red", hints=("see `mhcgen list red`, or leave it out",)
+        )
     report = run(
         Request(
             config=asked.config,
@@ -114,6 +119,7 @@ def run(
 
         arrays = {name: to_device(array) for name, array in arrays.items()}
     made = module(**arrays)
+    made |= {f"stamps.{kernel}": array for kernel, array in module.stamps.items()}
     for launch in module.launches:
         if launch.report is not None:
             launch.report.raise_if_found()
@@ -150,6 +156,8 @@ def _check_output(outputs: Path, inputs: Path, force: bool) -> None:
         raise bad("its folder does not exist", "make the folder first")
     if outputs.is_dir():
         raise bad("there is a folder of that name", "name a file")
+    if is_special(outputs):
+        raise bad("it is no regular file", "name a regular file")
     if outputs.exists() and inputs.exists() and outputs.samefile(inputs):
         raise bad("it is the file of the inputs", "name another file")
     if outputs.exists() and not force:

@@ -406,7 +406,7 @@ class HyperConnectionStack(_Sites):
             extra = (args, kwargs) if site == "attn" else ((), {})
             f = layer.run_branch(getattr(layer, site), made, lead, *extra, like=x)
             if index + 1 == len(places):
-                return self.exit(layer.leave(x, f, made), getattr(made, "pre", None)).reshape(*lead, -1)
+                return self.exit(layer.leave(x, f, made), getattr(made, "pre", None)).reshape(embeddings.shape)
             following, next_site = places[index + 1]
             pre_prev = getattr(made, "pre", None) if self.delayed else None
             if self.boundary:
