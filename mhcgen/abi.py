@@ -60,7 +60,7 @@ _TYPES = {
 _RUST_WORDS = frozenset({"fn", "in", "mod", "mut", "ref", "type", "use", "where", "loop", "match", "move"})
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,47}")
 #: `build.rs` is the script beside the bindings; the others cannot name a module of Rust, or are its roots.
-_TAKEN = frozenset({  # fmt: skip
+_TAKEN = frozenset({
     "abstract", "as", "async", "await", "become", "box", "break", "build", "const", "continue", "crate", "do",
     "dyn", "else", "enum", "extern", "false", "final", "fn", "for", "gen", "if", "impl", "in", "let", "lib",
     "loop", "macro", "main", "match", "mod", "move", "mut", "override", "priv", "pub", "ref", "return", "self",
