@@ -24,7 +24,7 @@ from mhcgen.gate.report import RedRow, Row
 from mhcgen.gate.request import SMALL_TOKENS
 from mhcgen.inputs import DISCRIMINATING
 from mhcgen.ir import Program
-from mhcgen.plan import Plan
+from mhcgen.plan import Kernel, Plan, Sync
 from mhcgen.stages import COMB_STAGES, LOW_RANK
 
 if TYPE_CHECKING:
@@ -208,11 +208,12 @@ def run_red(
     kinds = tuple(red.name for red in wanted if red.plant is None)
     if kinds:
         values = barriers.values_for(program, session.request.seed)
-        futures += [
-            (ran.arm.name, session.submit(_mutating(ran, index, kinds, values)))
-            for ran in runs
-            for index in range(len(ran.plan.kernels))
-        ]
+        at_once = barriers.leaves_at_once(program, session.request.config, session.request.seed)
+        for ran in runs:
+            for kernel in ran.plan.kernels:
+                left = barriers.between_rounds(kernel) if at_once else ()
+                futures.append((ran.arm.name, session.submit(_mutating(ran, kernel, kinds, values, left))))
+                unfit += [(kind, _AT_ONCE.format(ran.arm.name)) for kind in kinds if left]
     for red in wanted:
         if red.plant is not None:
             # The reference check sees the baseline's inner values; of an arm there are only results to compare.
@@ -226,8 +227,13 @@ def run_red(
     return tuple(sorted(reds, key=lambda row: order[row.fault])), tuple(unfit)
 
 
-def _mutating(ran: Ran, index: int, kinds: tuple[str, ...], values: Arrays) -> Callable[[], list[RedRow]]:
-    return lambda: barriers.try_mutants(ran.arm.name, ran.plan, ran.plan.kernels[index], kinds, values)
+_AT_ONCE = "to barriers of {} between two rounds of the Sinkhorn: every token leaves it in the first"
+
+
+def _mutating(
+    ran: Ran, kernel: Kernel, kinds: tuple[str, ...], values: Arrays, left: tuple[Sync, ...]
+) -> Callable[[], list[RedRow]]:
+    return lambda: barriers.try_mutants(ran.arm.name, ran.plan, kernel, kinds, values, left)
 
 
 def _planting(

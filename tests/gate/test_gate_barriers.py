@@ -86,6 +86,20 @@ def test_every_barrier_of_every_arm_is_needed(streams: int, config: dict[str, An
     mutation({"streams": streams, **config}, fuse, "all")
 
 
+def test_barriers_between_rounds_are_tried_where_there_is_a_second_round() -> None:
+    config = {"streams": 1, "early_stop": True}
+    asked: dict[str, Any] = {"arms": "v1", "race": True, "red": BOTH, "tokens": (2,), "inputs": ("uniform",)}
+    report = gate(config, "pre", **asked)
+    assert not missed(report) and report.exit_code == 1
+    assert {name for name, _ in report.unfit} == set(BOTH)
+    assert all("v1 between two rounds" in reason for _, reason in report.unfit)
+    # A larger eps takes the 1 x 1 matrix through several rounds.
+    several = gate({**config, "hc_eps": 1e-2}, "pre", **asked)
+    assert not missed(several) and several.unfit == ()
+    assert len(several.reds) == len(report.reds) + 2
+    assert sum("next iteration" in red.site for red in several.reds) >= 2
+
+
 def test_block_barriers_weakened_to_the_chosen_ones_stay_clean() -> None:
     for config in ({}, {"streams": 8, "early_stop": True, "norm": True}):
         fuse = "pre-norm" if "norm" in config else "pre"
