@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,78 @@ Row = Mapping[str, Any]
 
 #: Keys of a file that are no sections.
 _HEAD = ("notes", "traceback")
-#: Values that tables count on, where a row or the head of a file has them.
-_KINDS: dict[str, tuple[type, ...]] = {
-    "what": (str,), "T": (int,), "bytes": (int,), "missing": (dict,), "notes": (list,),
-    "graph": (dict,), "back_to_back": (dict,), "wall": (dict,), "phases": (list,),
-    **dict.fromkeys(("us", "low", "high", "floor_us", "copy_TB_s", "null_us"), (float, int)),
-}
 _METHODS = {"graph": "graph replay", "back_to_back": "back to back", "wall": "Python calls"}
+
+
+def _text(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 62
+
+
+def _number(value: object) -> bool:
+    """Whatever a table can format: neither NaN, nor an integer beyond what a float holds."""
+    return isinstance(value, float | int) and not isinstance(value, bool) and abs(value) < 1e30
+
+
+def _positive(value: object) -> bool:
+    """What something is divided by, or drawn on a logarithmic axis."""
+    return _number(value) and isinstance(value, float | int) and value > 0
+
+
+def _method(value: object) -> bool:
+    return value in [*_METHODS]
+
+
+def _a(kind: type) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, kind)
+
+
+@dataclass(frozen=True)
+class _Table:
+    """What is taken for granted of a table in a file.
+
+    Args:
+        holds: what a key must hold where it is there: a test of its value, or the name of a table in `_TABLES`, of
+            which a list in brackets has any number.
+        needs: keys that must be there wherever a key is; always, under the empty one.
+    """
+
+    holds: Mapping[str, Callable[[object], bool] | str]
+    needs: Mapping[str, tuple[str, ...]]
+
+
+_PROBED = ("MiB", "us", "read_GB_s", "read_write_GB_s", "copy_GB_s")
+_PHASE = ("begin", "cycles", "ns", "share")
+_SPREAD = {"low": ("low", "high"), "high": ("low", "high")}
+_TABLES = {
+    "file": _Table({"missing": _a(dict), "notes": _a(list), "copy_TB_s": _positive, "null_us": _positive}, {}),
+    "row": _Table(
+        {
+            "what": _text, "T": _count, "bytes": _count, "method": _method, "us": _positive, "floor_us": _number,
+            **dict.fromkeys(("low", "high", "us_per_iteration", "us_at_none"), _number),
+            **dict.fromkeys(_METHODS, "timing"), "phases": "[kernel]",
+        },
+        {
+            "": ("what",), "us": ("T", "floor_us"), "us_per_iteration": ("us_at_none",), "phases": ("T",),
+            **_SPREAD,
+        },
+    ),
+    # It is read in its row, over what that has, and that is looked at too.
+    "timing": _Table({"us": _positive, "low": _number, "high": _number}, {"": ("us",), **_SPREAD}),
+    "bandwidth": _Table(
+        {"what": _text, "T": _count, **dict.fromkeys(_PROBED, _positive), "phases": "[kernel]"},
+        {"us": ("T", *_PROBED), "phases": ("T",)},
+    ),
+    "kernel": _Table(
+        {"phases": "[phase]", "cycles": _number, "ns": _number}, {"": ("phases", "cycles", "ns")},
+    ),
+    "phase": _Table(
+        {"team": _text, "stage": _text, **dict.fromkeys(_PHASE, _number)}, {"": ("team", "stage", *_PHASE)},
+    ),
+}
 
 
 def sections(found: Mapping[str, Any]) -> dict[str, list[Row]]:
@@ -60,36 +127,54 @@ def read(path: Path) -> dict[str, Any]:
             "I-BENCH", "these are the numbers of a dry run, which measures nothing", where=str(path),
             hints=("measure on a GPU",),
         )
-    _check_rows(found, path)
+    _check(found, path)
     return found
 
 
-def _check_rows(found: Mapping[str, Any], path: Path) -> None:
+def _check(found: Mapping[str, Any], path: Path) -> None:
     """What tables and pictures take for granted: a file may have been edited, or cut.
 
     Raises:
         InputError: `I-BENCH`.
     """
-    named = [(f"row {at} of {name}", row) for name, rows in sections(found).items() for at, row in enumerate(rows)]
-    for where, row in [("its head", found), *named]:
-        bad = [key for key in _needed(found, row) if key not in row]
-        bad += [key for key, kinds in _KINDS.items() if not isinstance(row.get(key, kinds[0]()), kinds)]
-        bad += ["method"] * (row.get("method", "graph") not in [*_METHODS])
-        if bad:
-            raise InputError(
-                "I-BENCH", f"{where} has no {bad[0]} that can be read: {row.get(bad[0], 'it is missing')!r}",
-                where=str(path), hints=("`mhcgen bench --json FILE` writes such files; take this one again",),
-            )
+    parts = sections(found)
+    bad = list(_bad("file", found, "its head"))
+    if any("us" in row for name in ("rows", "peers") for row in parts.get(name, ())):
+        bad += [("its head", key, None) for key in ("copy_TB_s", "null_us") if key not in found]
+    for name, rows in parts.items():
+        for at, row in enumerate(rows):
+            bad += _bad("bandwidth" if row.get("what") == "bandwidth" else "row", row, f"row {at} of {name}")
+    for where, key, there in bad[:1]:
+        raise InputError(
+            "I-BENCH", f"{where} has no {key} that can be read: {there or 'it is missing'}", where=str(path),
+            hints=("`mhcgen bench --json FILE` writes such files; take this one again",),
+        )
 
 
-def _needed(found: Mapping[str, Any], row: Row) -> tuple[str, ...]:
-    if row is found:
-        return ("copy_TB_s", "null_us") if any("us" in timed for timed in sections(found).get("rows", ())) else ()
-    if "us_per_iteration" in row:
-        return ("what", "us_at_none")
-    if "us" not in row or row.get("what") == "bandwidth":
-        return ("what",)
-    return ("what", "T", "floor_us", *(("high",) if "low" in row else ()))
+def _bad(kind: str, table: Row, where: str) -> Iterator[tuple[str, str, str | None]]:
+    """(where, key, what is there) of everything in a table that is not as `_TABLES` has its kind."""
+    wanted = _TABLES[kind]
+    for key, needed in wanted.needs.items():
+        if not key or key in table:
+            yield from ((where, other, None) for other in needed if other not in table)
+    for key, holds in wanted.holds.items():
+        if key not in table:
+            continue
+        value, at = table[key], f"{key} of {where}"
+        if not isinstance(holds, str):
+            fits = holds(value)
+        elif holds.startswith("["):
+            fits = isinstance(value, list) and all(isinstance(part, dict) for part in value)
+            for index, part in enumerate(value if fits else ()):
+                yield from _bad(holds.strip("[]"), part, f"{index} of {at}")
+        else:
+            fits = isinstance(value, dict)
+            if fits:
+                yield from _bad(holds, value, at)
+            if fits and holds == "timing":  # a row of its own, timed by another method
+                yield from _bad(kind, {**{k: v for k, v in table.items() if k not in _METHODS}, **value}, at)
+        if not fits:
+            yield where, key, textwrap.shorten(repr(value), 80)
 
 
 # ---- rows to cells ----------------------------------------------------------------------------------
@@ -164,8 +249,7 @@ def _slopes(rows: list[Row]) -> list[list[str]]:
 
 
 def _probes(rows: list[Row]) -> list[list[str]]:
-    keys = ("MiB", "us", "read_GB_s", "read_write_GB_s", "copy_GB_s")
-    body = [[str(row[key]) for key in keys] for row in rows]
+    body = [[str(row[key]) for key in _PROBED] for row in rows]
     return [["MiB", "us", "read GB/s", "read and write GB/s", "copy GB/s"], *body]
 
 
