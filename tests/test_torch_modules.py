@@ -227,6 +227,34 @@ def test_parameters_are_not_narrowed() -> None:
     assert all(p.dtype == torch.float32 and p.grad.dtype == torch.float32 for p in own)
 
 
+@pytest.mark.parametrize("narrow", ["half", "bfloat16"])
+def test_a_cast_after_float64_ends_at_fp32(narrow: str) -> None:
+    made = stack(norm=True).double()
+    own = [p for name, p in made.named_parameters() if "hc_" in name or "_norm" in name]
+    assert own and all(p.dtype == torch.float64 for p in own)
+    with torch.no_grad():
+        made.hc_head_base.fill_(1 + 2**-20)  # a number that fp32 has, and nothing narrower
+    made(torch.randn(2, HIDDEN)).sum().backward()
+    getattr(made, narrow)()
+    assert all(p.dtype == torch.float32 and p.grad is not None and p.grad.dtype == torch.float32 for p in own)
+    assert bool((made.hc_head_base == 1 + 2**-20).all())
+    assert made.layers[0].attn.weight.dtype != torch.float32
+
+
+@pytest.mark.parametrize("pair", [(nn.Identity(),), (nn.Identity(),) * 3, nn.Identity(), (nn.Identity(), 3)])
+def test_branches_that_are_no_pair(pair: Any) -> None:
+    with pytest.raises(UsageError) as caught:
+        mhc.HyperConnectionStack([(nn.Identity(), nn.Identity()), pair], topology())
+    assert (caught.value.code, caught.value.where) == ("U-LAYERS", "branches[1]")
+
+
+@pytest.mark.parametrize("branches", [[], None, [(nn.Identity(), nn.Identity())]])
+def test_branches_for_other_layers(branches: Any) -> None:
+    with pytest.raises(UsageError, match="2 layers") as caught:
+        mhc.HyperConnectionStack(branches, topology())
+    assert caught.value.code == "U-LAYERS"
+
+
 def test_a_trunk_in_float64() -> None:
     made = stack(norm=True).double()
     assert made.hc_head_fn.dtype == torch.float64

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,7 @@ class _Sites(nn.Module):
                 scale.fill_(INITIAL_SCALE)
 
     def _apply(self, function: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-        """As `nn.Module`, but what was fp32 here is not narrowed: only its device changes."""
+        """As `nn.Module`, but nothing here gets narrower than fp32: a cast that would go further ends there."""
         own = [
             (holder, name, parameter.data)
             for holder, name, parameter in self._own_parameters()
@@ -112,11 +112,12 @@ class _Sites(nn.Module):
         for holder, name, before in own:
             parameter = getattr(holder, name)
             if parameter.dtype not in _WIDE:
-                LOGGER.info("%s stays %s: parameters of hyper-connections are not narrowed", name, before.dtype)
+                # fp32 after float64 too: where a trunk was widened for a while, a cast takes that back.
+                LOGGER.info("%s is kept in fp32: parameters of hyper-connections are not narrowed", name)
                 grad = parameter.grad
                 parameter.grad = None
-                parameter.data = before.to(parameter.device)
-                parameter.grad = None if grad is None else grad.to(before.dtype)
+                parameter.data = before.to(parameter.device, torch.float32)
+                parameter.grad = None if grad is None else grad.to(torch.float32)
         return made
 
     def _own_parameters(self) -> list[tuple[nn.Module, str, nn.Parameter]]:
@@ -293,6 +294,33 @@ class HyperLayer(_Sites):
         return (x, gates) if self.delayed else x
 
 
+def _pairs(branches: Sequence[tuple[nn.Module, nn.Module]], layers: int) -> list[tuple[nn.Module, nn.Module]]:
+    """The branches of every layer.
+
+    Raises:
+        UsageError: `U-LAYERS`, not a pair a layer.
+    """
+    given = list(branches) if isinstance(branches, Iterable) else []
+    if len(given) != layers:
+        raise UsageError(
+            "U-LAYERS",
+            f"the topology has {layers} layers, and branches for {len(given)} were given",
+            where="branches",
+            hints=("give an (attention, FFN) pair a layer",),
+        )
+    for index, pair in enumerate(given):
+        both = list(pair) if isinstance(pair, Iterable) else [pair]
+        if len(both) != len(SITES) or not all(callable(branch) for branch in both):
+            raise UsageError(
+                "U-LAYERS",
+                f"layer {index} has {', '.join(type(branch).__name__ for branch in both) or 'no branch'}, "
+                "and an attention and an FFN that can be called are wanted",
+                where=f"branches[{index}]",
+                hints=("give an (attention, FFN) pair a layer",),
+            )
+    return given
+
+
 class HyperConnectionStack(_Sites):
     """A trunk: expand, the sites of every layer, and the exit that its topology names.
 
@@ -305,6 +333,9 @@ class HyperConnectionStack(_Sites):
         boundary: post of each site and pre of the next in one launch.
         device: of the parameters.
         setup_options: further fields of `Setup`: fuse, schedule, functions, sumsq, early_stop.
+
+    Raises:
+        UsageError: `U-LAYERS`, not a pair of branches a layer; `U-FUSE`; of the Setup.
 
     Attributes:
         layers: a `HyperLayer` each; keys `layers.{i}.hc_attn_fn` and so on.
@@ -323,12 +354,7 @@ class HyperConnectionStack(_Sites):
         device: Any = None,
         **setup_options: Any,
     ) -> None:
-        if len(branches) != topology.layers:
-            raise UsageError(
-                "U-LAYERS",
-                f"the topology has {topology.layers} layers, and branches for {len(branches)} were given",
-                where="branches",
-            )
+        pairs = _pairs(branches, topology.layers)
         if boundary and gemm:
             raise UsageError(
                 "U-FUSE",
@@ -343,7 +369,7 @@ class HyperConnectionStack(_Sites):
         self.topology = topology
         self.boundary = boundary
         self.layers = nn.ModuleList(
-            HyperLayer(attn, ffn, setup, norm=norm, gemm=gemm, device=device) for attn, ffn in branches
+            HyperLayer(attn, ffn, setup, norm=norm, gemm=gemm, device=device) for attn, ffn in pairs
         )
         if topology.exit == "head":
             n, rank, columns = topology.streams, setup.config.rank, topology.streams * topology.hidden
