@@ -17,7 +17,7 @@ from typing import Any
 from mhcgen.api import compile
 from mhcgen.ir import Program, Tensor
 from mhcgen.plan import REGIMES, Plan
-from mhcgen.runtime import Launch, Module, load
+from mhcgen.runtime import Launch, Module, known_options, load
 
 #: Largest T of the class decode. Measured on an H200 (n = 4, H = 4096): at 64 tokens the decode schedule is the
 #: faster, at 512 the other; see docs/cost-model.md.
@@ -97,8 +97,9 @@ def plans_by_class(program: Program, fuse: str = "none", **options: Any) -> dict
     """The Plan of each regime; options are those of `mhcgen.compile`, but for `regime`.
 
     Raises:
-        RefusedError, UsageError: as `mhcgen.compile`.
+        RefusedError, UsageError: as `mhcgen.compile`; `U-OPTION`, it has no such option, or it is `regime`.
     """
+    known_options(options, compile, ("program", "fuse", "regime"), "a schedule for every token class")
     return {regime: compile(program, fuse, regime=regime, **options) for regime in REGIMES}
 
 

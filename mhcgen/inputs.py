@@ -16,7 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mhcgen.combs import comb_kind
+from mhcgen.errors import UsageError
 from mhcgen.ir import Program, Stage
+from mhcgen.values import plain
 
 if TYPE_CHECKING:
     from mhcgen.aim import Aim, Site
@@ -99,18 +101,18 @@ def make_inputs(program: Program, tokens: int, seed: int = 0, kind: str = "unifo
     Args:
         program: an unfused Program.
         tokens: T >= 0.
-        seed: another seed gives other numbers; equal arguments give equal bytes, always.
-        kind: `uniform`: each tensor uniform in [-1, 1), the projection weights fn by 3/sqrt(K) so that
-        mixes are
+        seed: an integer; another seed gives other numbers, and equal arguments give equal bytes, always.
+        kind: `uniform`: each tensor uniform in [-1, 1), the projection weights fn by 3/sqrt(K), so that mixes are
             of order 1.
 
     Raises:
-        ValueError: unknown kind or negative tokens.
+        UsageError: `U-OPTION`, unknown kind, or a seed that is no integer; `U-TOKENS`, no integer >= 0.
     """
     if kind != "uniform":
-        raise ValueError(f"kind must be uniform, got {kind!r}")
+        raise UsageError("U-OPTION", f"kind must be uniform, got {kind!r}", where="kind", hints=("leave it out",))
+    tokens, seed = _integer("tokens", tokens, "U-TOKENS"), _integer("seed", seed, "U-OPTION")
     if tokens < 0:
-        raise ValueError(f"tokens must be >= 0, got {tokens}")
+        raise UsageError("U-TOKENS", f"tokens must be >= 0, got {tokens}", where="tokens", hints=("for example 8",))
     weights = {stage.operand("fn") for stage in program.stages_of_kind("project")}
     found: Inputs = {}
     for tensor in program.of_role("input", "parameter"):
@@ -118,6 +120,14 @@ def make_inputs(program: Program, tokens: int, seed: int = 0, kind: str = "unifo
         factor = 3.0 / shape[-1] ** 0.5 if tensor.name in weights else 1.0
         found[tensor.name] = uniform(tensor.name, seed, shape, tensor.dtype, factor)
     return found
+
+
+def _integer(field: str, value: object, code: str) -> int:
+    """Any kind of integer, but no truth value."""
+    value = plain(field, value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise UsageError(code, f"{field} must be an integer, got {value!r}", where=field, hints=("give an integer",))
+    return value
 
 
 # --- discriminating inputs --------------------------------------------------------------------------------

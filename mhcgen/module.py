@@ -455,12 +455,15 @@ class HyperConnections:
             workspace: allocate nothing; the result is one of its buffers.
 
         Raises:
-            InputError: `I-BRANCH`, a site has no branch; `I-*` of its result.
+            InputError: `I-BRANCH`, a site has no branch, or one that cannot be called, or there is no such site;
+                `I-*` of its result.
         """
+        self._check_branches(branches)
         x = self.expand(embeddings, workspace)
         made = self.pre(self.sites[0], x, workspace)
         for site, following in zip(self.sites, (*self.sites[1:], ""), strict=True):
-            f = self._branch(branches, site)(made.branch_input)
+            z = made.branch_input
+            f = branches[site](z) if isinstance(branches, Mapping) else branches(site, z)
             if following and self.fuse == "boundary":
                 x, made = self.boundary(following, f, x, made, workspace)
                 continue
@@ -469,17 +472,25 @@ class HyperConnections:
                 made = self.pre(following, x, workspace)
         return self.exit(x, workspace)
 
-    def _branch(self, branches: SubLayers, site: str) -> SubLayer:
+    def _check_branches(self, branches: SubLayers) -> None:
+        """Every site has a branch, before the first is run."""
         if not isinstance(branches, Mapping):
-            return lambda z: branches(site, z)
-        if site not in branches:
+            if callable(branches):
+                return
+            wrong, where = f"branches is a {type(branches).__name__}, neither a mapping nor a function", "branches"
+            raise InputError("I-BRANCH", wrong, where=where, hints=("map site names to sub-layers",))
+        for site in (*self.sites, *branches):
+            branch = branches.get(site)
+            if site in self.sites and callable(branch):
+                continue
+            wrong = f"the branch of site {site} is a {type(branch).__name__}, which cannot be called"
+            if site not in self.sites:
+                wrong = f"there is no site {site!r} for a branch"
+            elif site not in branches:
+                wrong = f"no branch was given for site {site}"
             raise InputError(
-                "I-BRANCH",
-                f"no branch was given for site {site}",
-                where=f"branches[{site!r}]",
-                hints=(f"sites: {', '.join(self.sites)}",),
+                "I-BRANCH", wrong, where=f"branches[{site!r}]", hints=(f"sites: {', '.join(self.sites)}",)
             )
-        return branches[site]
 
 
 def _unfit(model: str, why: str) -> UsageError:

@@ -6,6 +6,7 @@ runner: the CPU executor, or CuPy on the caller's current stream and device.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -107,6 +108,7 @@ class Module:
                     hints=("give a dict, or leave it out",),
                 )
         how = self._launch_options(launch_options or {})
+        self._check_branches(branches or {})
         tokens = self._check_inputs(tensors)
         arrays: dict[str, Any] = dict(tensors)
         if out:
@@ -149,7 +151,7 @@ class Module:
         return opaque or any(tensor in names for names, _ in self._pointers.values())
 
     def _launch_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """What is given, checked; `per_cluster` may be any kind of integer."""
+        """What is given, checked, before anything is launched; a number may be any kind of integer."""
         known = ("per_cluster", *self.runner.options)
         for option in given:
             if option not in known:
@@ -159,17 +161,7 @@ class Module:
                     where="launch_options",
                     hints=(f"options: {', '.join(known)}",),
                 )
-        if "per_cluster" not in given:
-            return dict(given)
-        most = plain("per_cluster", given["per_cluster"])
-        if type(most) is not int or most < 1:
-            raise UsageError(
-                "U-OPTION",
-                f"per_cluster is a number of tokens from 1 on, got {most!r}",
-                where="launch_options['per_cluster']",
-                hints=("leave it out",),
-            )
-        return {**given, "per_cluster": most}
+        return {option: _launch_option(option, value) for option, value in given.items()}
 
     def _launch(self, kernel: Kernel, arrays: dict[str, Any], tokens: int, options: dict[str, Any]) -> None:
         # The gate launches kernels of its own with these arrays: variants of the plan's.
@@ -191,22 +183,33 @@ class Module:
         self.launches.append(Launch(kernel.name, grid, scalar, report))
 
     def _branch(self, stage: Stage, arrays: dict[str, Any], branches: Mapping[str, Branch], tokens: int) -> None:
-        branch = branches.get(stage.name)
-        if not callable(branch):
-            got = f"a {type(branch).__name__}" if stage.name in branches else "no callable"
-            raise InputError(
-                "I-BRANCH",
-                f"the Program has the opaque stage {stage.name}, and {got} was given for it",
-                where=f"branches[{stage.name!r}]",
-                hints=(f"pass branches={{{stage.name!r}: f}}; f gets its operands by name",),
-            )
         operands = {slot: arrays[name] for slot, name in stage.operands}
-        made = branch(**operands)
+        made = branches[stage.name](**operands)
         ((_, name),) = stage.results
         self._check_array(self.program.tensor(name), made, tokens)
         arrays[name] = made
 
     # ---- checks ---------------------------------------------------------------------------------
+    def _check_branches(self, branches: Mapping[str, Branch]) -> None:
+        """Every opaque stage has a branch, before anything is launched."""
+        names = [stage.name for stage in self.program.stages_of_kind(*OPAQUE_KINDS)]
+        for name in (*names, *branches):
+            if name not in names:
+                raise InputError(
+                    "I-BRANCH",
+                    f"the Program has no opaque stage {name!r} for a branch",
+                    where=f"branches[{name!r}]",
+                    hints=(f"opaque stages: {', '.join(names)}" if names else "leave branches out: it has none",),
+                )
+            if not callable(branches.get(name)):
+                got = f"a {type(branches[name]).__name__}" if name in branches else "no callable"
+                raise InputError(
+                    "I-BRANCH",
+                    f"the Program has the opaque stage {name}, and {got} was given for it",
+                    where=f"branches[{name!r}]",
+                    hints=(f"pass branches={{{name!r}: f}}; f gets its operands by name",),
+                )
+
     def _check_inputs(self, tensors: Mapping[str, Any]) -> int:
         wanted = self.program.of_role("input", "parameter")
         known = {tensor.name for tensor in wanted}
@@ -347,11 +350,45 @@ def _shape_error(plan: Plan, tensor: Tensor, have: tuple[int, ...]) -> InputErro
 
 
 def _dtype_hint(want: str, have: str) -> str:
+    if have == "void16" and want == "bf16":
+        return "numpy's archives carry bf16 as raw bytes: use array.view(ml_dtypes.bfloat16) if that is what it holds"
+    if have == "void16":
+        return (
+            "these are raw bytes, as which numpy's archives carry bf16: build the Program with dtype bf16, or give "
+            f"array.view(ml_dtypes.bfloat16).astype({NUMPY_DTYPES[want].name})"
+        )
     if want == "bf16" and have == "uint16":
         return "plain uint16 is never taken for bf16; use array.view(ml_dtypes.bfloat16) if that is what it holds"
     if want.startswith("fp8") and have.startswith("float8"):
         return "codes of fp8 are kept as bytes: use array.view(numpy.uint8)"
     return f"convert it explicitly to {NUMPY_DTYPES[want].name}"
+
+
+def _launch_option(option: str, value: Any) -> Any:
+    """The value of a launch option as runners take it; what they alone know (a stream) is left to them."""
+    wanted, fits = "", True
+    if option == "blocks" and value is not None:
+        wanted = "ids of blocks, or None for all"
+        value = [*value] if isinstance(value, Iterable) and not isinstance(value, str | bytes) else [value, None]
+        value = [plain(option, block) for block in value]
+        fits = all(type(block) is int for block in value)
+    elif option == "order":
+        from mhcgen.backends.host.abi import ORDERS
+
+        wanted, fits = f"one of {', '.join(ORDERS)}", isinstance(value, str) and value in ORDERS
+    elif option == "count_accesses":
+        value = plain(option, value)
+        wanted, fits = "true or false", isinstance(value, bool)
+    elif option in ("per_cluster", "seed"):
+        value = plain(option, value)
+        fits = type(value) is int and (option == "seed" or value >= 1)
+        wanted = "an integer" if option == "seed" else "a number of tokens from 1 on"
+    if fits:
+        return value
+    raise UsageError(
+        "U-OPTION", f"{option} is {wanted}, got {value!r}", where=f"launch_options[{option!r}]",
+        hints=("leave it out",),
+    )
 
 
 def geometry(kernel: Kernel, tokens: int, most: int = 0) -> tuple[tuple[int, int], tuple[int, ...]]:
@@ -407,16 +444,31 @@ def load(plan: Plan, backend: str = "auto", **options: Any) -> Module:
         options: those of `HostRunner` or `CudaRunner`.
 
     Raises:
-        UsageError: `U-BACKEND`; `U-PLAN`, passes of the Plan have not run.
+        UsageError: `U-BACKEND`; `U-OPTION`, the runner has no such option; `U-PLAN`, passes of the Plan have not run.
         EnvironmentFault: no compiler, no GPU.
     """
     plan.require_finished()
     member("backend", backend, ("auto", "host", "cuda"), "U-BACKEND")
     if backend == "auto":
         backend = "cuda" if cuda_usable() else "host"
-    if backend == "host":
-        return Module(plan, HostRunner(plan, **options))
-    return Module(plan, CudaRunner(plan, **options))
+    runner = HostRunner if backend == "host" else CudaRunner
+    known_options(options, runner, ("plan",), f"load on {backend}")
+    return Module(plan, runner(plan, **options))
+
+
+def known_options(options: Iterable[str], of: Callable[..., Any], own: tuple[str, ...], what: str) -> None:
+    """Options are keywords of what they are handed on to, whose own arguments are not among them.
+
+    Raises:
+        UsageError: `U-OPTION`.
+    """
+    known = [name for name in inspect.signature(of).parameters if name not in own]
+    for option in options:
+        if option not in known:
+            raise UsageError(
+                "U-OPTION", f"there is no option {option!r} of {what}", where=option,
+                hints=(f"options: {', '.join(known)}",),
+            )
 
 
 def load_classes(program: Program, fuse: str = "none", backend: str = "auto", **options: Any) -> ClassModule:

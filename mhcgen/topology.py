@@ -31,6 +31,7 @@ from mhcgen.build import MAX_HIDDEN, MAX_ITERS, MAX_LAYERS, MAX_RANK, MAX_STREAM
 from mhcgen.errors import InputError
 from mhcgen.models import EXITS
 from mhcgen.models import model as find_model
+from mhcgen.values import member
 
 #: Keys of a table of `layers`; at the top they hold for every layer.
 LAYER_KEYS = ("streams", "iters", "rms_eps", "hc_eps", "norm_eps", "exit", "residual")
@@ -81,6 +82,9 @@ class Topology:
         norm_eps: eps of the sub-layers' RMSNorm.
         exit: one of `mhcgen.models.EXITS`: `head` is the gated head.
         rank: of gates that every element has of its own; 0 is the model's default.
+
+    Raises:
+        UsageError: `U-EXIT`, no such exit.
     """
 
     model: str
@@ -93,6 +97,10 @@ class Topology:
     norm_eps: float
     exit: str
     rank: int = 0
+
+    def __post_init__(self) -> None:
+        # A Config takes None for the model's own exit, and who builds from a topology reads the exit here.
+        member("exit", self.exit, EXITS, "U-EXIT")
 
     @property
     def rows(self) -> int:

@@ -317,6 +317,23 @@ def test_a_site_without_a_branch_is_named(hyper: HyperConnections) -> None:
     assert caught.value.code == "I-BRANCH"
 
 
+@pytest.mark.parametrize(
+    ("branches", "where"),
+    [
+        ([lambda z: z], "branches"),
+        (None, "branches"),
+        ({**dict.fromkeys(SITES, lambda z: z), "0.ffn": 3}, "branches['0.ffn']"),
+        ({**dict.fromkeys(SITES, lambda z: z), "9.attn": lambda z: z}, "branches['9.attn']"),
+    ],
+)
+def test_branches_are_checked_before_anything_runs(hyper: HyperConnections, branches: Any, where: str) -> None:
+    before = hyper.counts.copy()
+    with pytest.raises(InputError) as caught:
+        hyper.run(trunks.embeddings(WHERE, 1), branches)
+    assert (caught.value.code, caught.value.where, hyper.counts) == ("I-BRANCH", where, before)
+    assert where == "branches" or "0.attn" in caught.value.hints[0]
+
+
 def test_arrays_are_checked_by_name(hyper: HyperConnections) -> None:
     x = streams(2)
     made = hyper.pre("0.attn", x)

@@ -69,6 +69,13 @@ def test_the_exit_and_the_model_can_be_said(tmp_path: Path) -> None:
     assert found is not None and found.exit == "mean"
 
 
+@pytest.mark.parametrize("exit", [None, "tail", 1, []])
+def test_an_exit_that_there_is_not_is_no_topology(exit: Any) -> None:
+    with pytest.raises(UsageError, match="exit must be one of") as caught:
+        Topology("deepseek-v4", 4, 64, 2, 20, 1e-6, 1e-6, 1e-6, exit)
+    assert caught.value.code == "U-EXIT"
+
+
 def test_a_config_of_a_topology_keeps_every_number(tmp_path: Path) -> None:
     found = read_topology(write(tmp_path, GLM))
     assert found is not None

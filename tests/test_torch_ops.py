@@ -18,7 +18,7 @@ from mhcgen.api import compile
 from mhcgen.errors import InputError, InputTypeError, MhcgenError, UsageError
 from mhcgen.models import MODELS
 from mhcgen.torch import OPERATIONS, Setup, operator
-from mhcgen.torch.cpu import as_numpy
+from mhcgen.torch.cpu import as_numpy, choice
 
 BF16 = Setup("deepseek-v4", hidden=16, iters=3, dtype="bf16")
 V41 = Setup("deepseek-v4.1", hidden=16, iters=3)
@@ -161,7 +161,15 @@ def test_float64_is_plain_torch() -> None:
 def test_a_path_that_does_not_exist() -> None:
     with pytest.raises(UsageError) as error:
         mhc.set_path("gpu")
-    assert error.value.code == "U-PATH"
+    assert (error.value.code, error.value.where) == ("U-PATH", "path")
+
+
+@pytest.mark.parametrize("limit", ["x", -1, None, True, float("nan")])
+def test_a_limit_that_is_no_number(limit: Any) -> None:
+    before = choice()
+    with pytest.raises(UsageError) as error:
+        mhc.set_path("auto", host_limit=limit)
+    assert (error.value.code, error.value.where, choice()) == ("U-PATH", "host_limit", before)
 
 
 # ---- out ------------------------------------------------------------------------------------------------

@@ -6,12 +6,15 @@ from dataclasses import fields
 from typing import Any
 
 import factories
+import ml_dtypes
 import numpy as np
 import pytest
 
 import mhcgen
 from mhcgen.build import Config
+from mhcgen.classes import load_classes
 from mhcgen.errors import InputError, InputTypeError, RefusedError, UsageError
+from mhcgen.inputs import make_inputs
 from mhcgen.passes import PIPELINE
 from mhcgen.plan import Options
 from mhcgen.runtime import Module
@@ -122,6 +125,63 @@ def test_a_launch_option_that_there_is_not(module: Module, options: dict[Any, An
     assert caught.value.code == "U-OPTION" and "per_cluster, order, seed" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("seed", "1"), ("seed", 1.0), ("seed", None), ("seed", True),
+        ("order", "x"), ("order", None), ("order", ["random"]),
+        ("blocks", "a"), ("blocks", ["a"]), ("blocks", 1), ("blocks", [0.5]), ("count_accesses", 1),
+    ],
+)
+@pytest.mark.parametrize("tokens", [0, 2])
+def test_launch_options_of_another_kind(module: Module, option: str, value: Any, tokens: int) -> None:
+    before = dict(module.counts)
+    with pytest.raises(UsageError, match=f"{option} is ") as caught:
+        module(**factories.inputs(PROGRAM, tokens), launch_options={option: value})
+    assert (caught.value.code, caught.value.where) == ("U-OPTION", f"launch_options[{option!r}]")
+    assert module.counts == before
+
+
+def test_launch_options_of_the_right_kind(module: Module) -> None:
+    base = module(**INPUTS)
+    for options in (
+        {"seed": np.int64(-3), "order": "random"}, {"blocks": (b for b in (0, 1))}, {"blocks": np.arange(2)},
+        {"blocks": None, "count_accesses": np.False_},
+    ):
+        made = module(**INPUTS, launch_options=options)
+        assert all(made[name].tobytes() == base[name].tobytes() for name in base)
+
+
+@pytest.mark.parametrize("backend", ["host", "cuda"])
+def test_an_option_that_a_runner_has_not(backend: str) -> None:
+    with pytest.raises(UsageError, match="no option 'x' of load") as caught:
+        mhcgen.compile(PROGRAM).load(backend=backend, x=1)
+    assert (caught.value.code, caught.value.where) == ("U-OPTION", "x")
+
+
+@pytest.mark.parametrize("option", ["regime", "x", "backend_"])
+def test_an_option_that_classes_have_not(option: str) -> None:
+    with pytest.raises(UsageError, match=f"no option '{option}'") as caught:
+        load_classes(PROGRAM, "pre", "host", **{option: "decode"})
+    assert (caught.value.code, caught.value.where) == ("U-OPTION", option)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "given", "code"),
+    [
+        (2, {"seed": "a"}, "U-OPTION"), (2, {"seed": 1.5}, "U-OPTION"), (2, {"seed": True}, "U-OPTION"),
+        (2, {"kind": "normal"}, "U-OPTION"), (2, {"kind": None}, "U-OPTION"),
+        (1.5, {}, "U-TOKENS"), ("2", {}, "U-TOKENS"), (-1, {}, "U-TOKENS"), (None, {}, "U-TOKENS"),
+    ],
+)
+def test_inputs_that_cannot_be_made(tokens: Any, given: dict[str, Any], code: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        make_inputs(PROGRAM, tokens, **given)
+    assert caught.value.code == code and caught.value.where
+    same = make_inputs(PROGRAM, np.int64(2), seed=np.int8(-1))
+    assert all(array.tobytes() == same[name].tobytes() for name, array in make_inputs(PROGRAM, 2, -1).items())
+
+
 @pytest.mark.parametrize("most", [0, -1, True, 1.0, "2", [1], None])
 def test_a_cluster_takes_a_number_of_tokens(module: Module, most: Any) -> None:
     with pytest.raises(UsageError, match="from 1 on") as caught:
@@ -141,6 +201,27 @@ def test_a_branch_that_cannot_be_called(branch: Any) -> None:
     with pytest.raises(InputError, match=f"a {type(branch).__name__} was given for it") as caught:
         mhcgen.compile(site).load("host")(**factories.inputs(site, 2), branches={"branch": branch})
     assert caught.value.code == "I-BRANCH"
+
+
+def test_a_branch_that_no_stage_has(module: Module) -> None:
+    with pytest.raises(InputError, match="no opaque stage 'attn'") as caught:
+        module(**INPUTS, branches={"attn": lambda z: z})
+    assert caught.value.code == "I-BRANCH"
+    site = mhcgen.compile(mhcgen.build(**SMALL, scope="site")).load("host")
+    with pytest.raises(InputError, match="no opaque stage 'attn'") as caught:
+        site(**factories.inputs(site.program, 2), branches={"branch": lambda z: z, "attn": lambda z: z})
+    assert caught.value.hints == ("opaque stages: branch",) and not any(site.counts.values())
+
+
+def test_raw_bytes_are_said_to_be_bf16(module: Module) -> None:
+    raw = INPUTS["x"].astype(ml_dtypes.bfloat16).view("V2")
+    with pytest.raises(InputTypeError, match="x has dtype void16") as caught:
+        module(**{**INPUTS, "x": raw})
+    assert "dtype bf16" in caught.value.hints[0] and "view(ml_dtypes.bfloat16)" in caught.value.hints[0]
+    narrow = mhcgen.compile(mhcgen.build(**SMALL, dtype="bf16")).load("host")
+    with pytest.raises(InputTypeError, match="x has dtype void16") as caught:
+        narrow(**{**factories.inputs(narrow.program, 2), "x": raw})
+    assert "view(ml_dtypes.bfloat16)" in caught.value.hints[0] and "float32" not in caught.value.hints[0]
 
 
 def test_foreign_byte_order_is_another_dtype(module: Module) -> None:

@@ -23,6 +23,7 @@ from mhcgen.runners import HostRunner
 from mhcgen.runtime import Module
 from mhcgen.torch.calls import Call
 from mhcgen.torch.launch import compiled
+from mhcgen.values import plain
 
 PATHS = ("auto", "kernels", "torch")
 #: Elements of the streams up to which `auto` takes the executor: one token of 4 streams of 4096 columns.
@@ -60,11 +61,14 @@ def set_path(path: str = "auto", host_limit: int = HOST_LIMIT) -> Choice:
         UsageError: `U-PATH`.
     """
     global _choice, torch_asked_for
-    if path not in PATHS or host_limit < 0:
+    limit = plain("host_limit", host_limit)
+    known = isinstance(path, str) and path in PATHS
+    if not known or isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 0:
         raise UsageError(
             "U-PATH",
-            f"path must be one of {', '.join(PATHS)} and the limit at least 0, got {path!r} and {host_limit}",
-            where="path",
+            f"path must be one of {', '.join(PATHS)} and the limit at least 0, got {path!r} and {host_limit!r}",
+            where="host_limit" if known else "path",
+            hints=("leave host_limit out for the default" if known else f"choose one of {', '.join(PATHS)}",),
         )
     before, _choice = _choice, Choice(path, host_limit)
     torch_asked_for = path == "torch"
