@@ -135,7 +135,46 @@ def _manifest(folder: Path) -> dict[str, Any]:
             "I-FOLDER", "the folder has no manifest that this version of mhcgen reads", where=str(folder),
             hints=("write it with `mhcgen emit --out`",),
         )
+    unread = _unread(manifest)
+    if unread:
+        raise InputError(
+            "I-FOLDER", f"the folder's manifest was edited: it has no {unread} that can be read",
+            where=str(folder / "manifest.json"), hints=("write the folder anew with `mhcgen emit --out`",),
+        )
     return manifest
+
+
+#: The two texts that are compared.
+_TEXTS = ("kernel.cu", "unfused.cu")
+#: Entries of a step of a schedule, and their types.
+_LAUNCHED: dict[str, type] = {"kernel": str, "grid": list, "threads": int, "parameters": list}
+_CALLED: dict[str, type] = {"opaque": str, "kind": str, "operands": dict, "results": dict}
+
+
+def _unread(manifest: dict[str, Any]) -> str:
+    """The first entry of a manifest that is not as `mhcgen.folder` writes it; empty if all are."""
+    for key in ("files", "config", "class", "schedule"):
+        if not isinstance(manifest.get(key), dict):
+            return key
+    for name in (*_TEXTS, *manifest["files"]):
+        entry = manifest["files"].get(name)
+        if not isinstance(entry, dict) or not isinstance(entry.get("sha256"), str):
+            return f"files[{name!r}]"
+    named: tuple[tuple[str, str, type], ...] = (
+        ("config", "model", str), ("config", "extra", list), ("class", "digest", str),
+    )
+    for key, part, kind in named:
+        if not isinstance(manifest[key].get(part), kind):
+            return f"{key}[{part!r}]"
+    for name in _TEXTS:
+        steps = manifest["schedule"].get(name)
+        if not isinstance(steps, list):
+            return f"schedule[{name!r}]"
+        for index, step in enumerate(steps):
+            wanted = _CALLED if isinstance(step, dict) and "opaque" in step else _LAUNCHED
+            if not isinstance(step, dict) or not all(isinstance(step.get(k), wanted[k]) for k in wanted):
+                return f"schedule[{name!r}][{index}]"
+    return ""
 
 
 @lru_cache(maxsize=8)
@@ -155,7 +194,7 @@ def _program(folder: Path) -> Program:
         raise InputError(
             "I-FOLDER",
             f"this mhcgen gives that configuration the class {program.numeric_class}, "
-            f"the folder was made for {manifest['class']['name']}",
+            f"the folder was made for {manifest['class'].get('name')}",
             where=str(folder),
             hints=("their results may differ: emit the folder again, or use the mhcgen that made it",),
         )

@@ -226,6 +226,31 @@ def test_a_folder_of_another_class_or_without_manifest_is_refused(tmp_path: Path
     assert caught.value.code == "I-FOLDER"
 
 
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"files": None}, "files"),
+        ({"files": {}}, "files"),
+        ({"files": {"kernel.cu": {}}}, "kernel.cu"),
+        ({"files": {"kernel.cu": {"sha256": "0"}, "unfused.cu": {"sha256": "0"}, "log.txt": 1}}, "log.txt"),
+        ({"config": []}, "config"),
+        ({"config": {"extra": []}}, "model"),
+        ({"class": {}}, "digest"),
+        ({"schedule": {}}, "kernel.cu"),
+        ({"schedule": {"kernel.cu": [{}], "unfused.cu": []}}, "kernel.cu"),
+    ],
+)
+def test_an_edited_manifest_is_one_clear_error(tmp_path: Path, change: dict[str, Any], what: str) -> None:
+    folder = emitted(tmp_path / "out", fuse="pre", hidden=32)
+    path = folder / "manifest.json"
+    edited = {**json.loads(path.read_text()), **change}
+    path.write_text(json.dumps({key: value for key, value in edited.items() if value is not None}))
+    for use in (differential.changed_files, lambda at: differential.compare_folder(at, 1)):
+        with pytest.raises(InputError, match=what) as caught:
+            use(folder)
+        assert (caught.value.code, caught.value.where) == ("I-FOLDER", str(path))
+
+
 def test_a_missing_file_is_a_complaint(tmp_path: Path) -> None:
     folder = emitted(tmp_path / "out", fuse="pre", hidden=32)
     (folder / "log.txt").unlink()
