@@ -105,8 +105,13 @@ class WeightFile:
     """
 
     def __init__(self, path: str | Path) -> None:
+        if not isinstance(path, str | Path):
+            raise InputError(
+                "I-FILE", f"a file is named by its path, got {type(path).__name__}", where="weights",
+                hints=("give a path, or tensors by name where those are taken",),
+            )
         self.path = _locate(Path(path))
-        self._reader: _Reader = _Npz(self.path) if self.path.suffix == ".npz" else _Safetensors(self.path)
+        self._reader: _Reader = _Npz(self.path) if self.path.suffix.lower() == ".npz" else _Safetensors(self.path)
         self.names = self._reader.names()
         self._known = frozenset(self.names)
 
@@ -141,7 +146,8 @@ def _locate(path: Path) -> Path:
         return found[0]
     if not path.is_file():
         raise _bad_file(path, "there is no such file", "name a .safetensors or .npz file")
-    if path.suffix not in (".safetensors", ".npz") and not path.name.endswith(".index.json"):
+    suffix = path.suffix.lower()  # some systems spell any name in capitals
+    if suffix not in (".safetensors", ".npz") and not path.name.lower().endswith(".index.json"):
         raise _bad_file(path, f"a file of kind {path.suffix or path.name} is not read", "use .safetensors or .npz")
     return path
 
@@ -188,7 +194,7 @@ class _Safetensors:
         self._package = safetensors
         self._open: dict[Path, Any] = {}
         self.path = path
-        indexed = path.suffix == ".json"
+        indexed = path.suffix.lower() == ".json"
         self._shards = _shards(path) if indexed else dict.fromkeys(self._file(path).keys(), path)
 
     def _file(self, path: Path) -> Any:
@@ -318,7 +324,7 @@ def site_parameters(
             which `{layer}` and `{site}` are filled in.
 
     Raises:
-        UsageError: `U-SITE`.
+        UsageError: `U-SITE`; `U-OPTION`, a norm that is no such name.
         InputError: `I-FILE`, `I-SPELLING`, `I-TENSOR` (a tensor is absent or of another size).
         InputTypeError: `I-DTYPE`, neither fp32 nor bf16.
         EnvironmentFault: `E-NO-SAFETENSORS`.
@@ -338,6 +344,7 @@ def site_parameters(
         part: _parameter(weights, spelling.site.format(layer=layer, site=site, part=part), shape)
         for part, shape in wanted.items()
     }
+    norm = norm_wish(norm if isinstance(norm, bool) else {site: norm}, site)
     if norm:
         name = (spelling.norms[site] if norm is True else norm).format(layer=layer, site=site)
         found["norm_weight"] = _parameter(weights, name, (hidden,))
@@ -366,6 +373,28 @@ def head_parameters(path: str | Path | WeightFile, streams: int, hidden: int) ->
     return {part: _parameter(weights, head.format(part=part), shape) for part, shape in wanted.items()}
 
 
+def norm_wish(norms: Mapping[str, str] | bool, site: str) -> str | bool:
+    """The norm weight that is wished for a site: none, by the spelling's name, or by one of its own.
+
+    Raises:
+        UsageError: `U-OPTION`, the site has no name, or one in which more than `{layer}` and `{site}` is open.
+    """
+    if isinstance(norms, bool):
+        return norms
+    wish = norms.get(site) if isinstance(norms, Mapping) else norms
+    try:
+        if isinstance(wish, str) and isinstance(norms, Mapping) and wish.format(layer=0, site=site):
+            return wish
+    except (AttributeError, LookupError, ValueError):  # what str.format finds in other braces
+        pass
+    raise UsageError(
+        "U-OPTION",
+        f"norms has no name of a tensor for site {site}: {wish!r}",
+        where="norms",
+        hints=("map each site to a name with {layer} and {site} in it, or give True for the spelling's own",),
+    )
+
+
 def trunk_parameters(
     path: str | Path | WeightFile,
     layers: int,
@@ -390,7 +419,7 @@ def trunk_parameters(
     found: dict[str, Array] = {}
     for name in site_names(layers):
         layer, site = name.split(".")
-        wish = norm if isinstance(norm, bool) else norm[site]
+        wish = norm_wish(norm, site)
         read = site_parameters(weights, int(layer), site, streams, hidden, rows=rows, norm=wish)
         found.update({at(name, part): array for part, array in read.items()})
     if exit == "head":

@@ -266,6 +266,12 @@ def test_run_writes_what_the_module_returns(mhcgen: Cli, tmp_path: Path, given: 
             assert have[name].tobytes() == want[name].tobytes()
 
 
+def test_run_knows_an_archive_in_capitals(mhcgen: Cli, tmp_path: Path, given: dict[str, Any]) -> None:
+    source = save(tmp_path, given).rename(tmp_path / "OK.NPZ")
+    assert mhcgen(*RUN, "--inputs", source, "--outputs", tmp_path / "out.npz")[::2] == (0, "")
+    assert list(np.load(tmp_path / "out.npz")) == ["pre", "post", "comb", "y"]
+
+
 def test_run_of_no_token_gives_empty_results(mhcgen: Cli, tmp_path: Path) -> None:
     source = save(tmp_path, make_inputs(build(hidden=64), 0))
     assert mhcgen(*RUN, "--inputs", source, "--outputs", tmp_path / "out.npz")[0] == 0

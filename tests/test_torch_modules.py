@@ -359,6 +359,34 @@ def test_bad_checkpoints() -> None:
         assert error.value.code == code
 
 
+@pytest.mark.parametrize(
+    "norms", [{"attn": "{zzz}", "ffn": "a"}, {"attn": "{"}, {"attn": "{layer.x}"}, {"ffn": "a"}, {"attn": 1}, "a", 3]
+)
+def test_names_of_norms_that_are_none(norms: Any) -> None:
+    made = stack(norm=True)
+    with pytest.raises(UsageError, match="for site attn") as caught:
+        mhc.load_public_state_dict(made, public(made, "deepseek"), norms=norms)
+    assert (caught.value.code, caught.value.where) == ("U-OPTION", "norms")
+    own = {site: "layers.{layer}.{site}_norm.weight" for site in ("attn", "ffn")}
+    assert mhc.load_public_state_dict(made, public(made, "deepseek"), norms=own)
+
+
+@pytest.mark.parametrize("source", [None, 3, b"model.safetensors", ["a"]])
+def test_what_is_no_source(source: Any) -> None:
+    with pytest.raises(InputError) as caught:
+        mhc.load_public_state_dict(stack(), source)
+    assert caught.value.code == "I-FILE"
+
+
+@pytest.mark.parametrize("value", [None, 1.0, [1.0], np.zeros(24, np.float32)])
+def test_a_state_dict_holds_tensors(value: Any) -> None:
+    made = stack()
+    with pytest.raises(InputTypeError, match=r"layers\.0\.hc_attn_base is a") as caught:
+        mhc.load_public_state_dict(made, {**public(made, "deepseek"), "layers.0.hc_attn_base": value, 3: 4})
+    assert caught.value.code == "I-ARRAY"
+    mhc.load_public_state_dict(made, {**public(made, "deepseek"), "step": value, 3: 4})  # nobody reads these
+
+
 def test_one_layer_and_one_site_of_a_checkpoint(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     from safetensors.torch import save_file

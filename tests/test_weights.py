@@ -100,6 +100,12 @@ def test_public_names_are_spelled_out(spelling: str, name: str) -> None:
     assert spelled(spelling).site.format(layer=1, site="ffn", part="scale") == name
 
 
+@pytest.mark.parametrize("name", ["MODEL.SAFETENSORS", "Model.NPZ"])
+def test_kinds_of_files_are_known_in_capitals(tmp_path: Path, name: str) -> None:
+    path = save(tmp_path, checkpoint(DEEPSEEK), name.lower()).rename(tmp_path / name)
+    assert find_spelling(WeightFile(path)) is DEEPSEEK
+
+
 def test_the_heads_public_names() -> None:
     assert DEEPSEEK.head.format(part="fn") == "hc_head_fn"
     assert spelled("modules").head.format(part="fn") == "hc_head.hc_fn"

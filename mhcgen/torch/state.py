@@ -25,7 +25,7 @@ from mhcgen.models import model as find_model
 from mhcgen.torch.cpu import as_numpy
 from mhcgen.torch.modules import HyperConnection, HyperConnectionStack, HyperLayer
 from mhcgen.trunk import SITES
-from mhcgen.weights import WeightFile, find_spelling, head_parameters, site_parameters
+from mhcgen.weights import WeightFile, find_spelling, head_parameters, norm_wish, site_parameters
 
 Source = Mapping[str, Tensor] | str | Path | WeightFile
 
@@ -39,13 +39,20 @@ class StateDict(WeightFile):
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.path = Path("state_dict")
-        self.names = tuple(tensors)
-        self._known = frozenset(tensors)
+        self.names = tuple(name for name in tensors if isinstance(name, str))
+        self._known = frozenset(self.names)
         self._tensors = tensors
 
     def read(self, name: str) -> np.ndarray[Any, Any]:
         """One tensor in host memory; KeyError if there is none of that name."""
         tensor = self._tensors[name]
+        if not isinstance(tensor, Tensor):
+            raise InputTypeError(
+                "I-ARRAY",
+                f"tensor {name} is a {type(tensor).__module__}.{type(tensor).__name__}, and torch's are wanted",
+                where=name,
+                hints=("convert it explicitly, e.g. torch.from_numpy(array)",),
+            )
         try:
             return as_numpy(tensor.detach().cpu().contiguous())
         except TypeError as fault:  # a dtype that numpy has no name for
@@ -76,7 +83,8 @@ def load_public_state_dict(
 
     Raises:
         InputError: `I-SPELLING`, `I-TENSOR`, `I-FILE`.
-        InputTypeError: `I-DTYPE`, neither fp32 nor bf16 (bf16 is widened, which is exact).
+        InputTypeError: `I-DTYPE`, neither fp32 nor bf16 (bf16 is widened, which is exact); `I-ARRAY`, no tensor.
+        UsageError: `U-MODEL`, no checkpoint has the parameters; `U-OPTION`, norms that name no tensor.
     """
     if find_model(module.setup.config.model).rank:
         raise UsageError(
@@ -92,8 +100,7 @@ def load_public_state_dict(
     found: dict[str, tuple[str, np.ndarray[Any, Any]]] = {}
     for number, prefix, site in _places(module, layer):
         owner = module.layers[number] if isinstance(module, HyperConnectionStack) else module
-        wish = norms if isinstance(norms, bool) else norms[site]
-        wish = wish if owner.norm_weight(site) is not None else False
+        wish = norm_wish(norms, site) if owner.norm_weight(site) is not None else False
         if owner.part(site, "fn") is None or owner.part(site, "comb_logits") is not None:
             raise UsageError(
                 "U-MODEL",
