@@ -393,6 +393,12 @@ def test_wrong_use_is_said(words: tuple[str, ...], code: str) -> None:
     assert not Path("x").exists()
 
 
+@pytest.mark.parametrize("archs", ["", "sm_90,,", "hopper"])
+def test_an_architecture_that_there_is_not(archs: str) -> None:
+    done = mhcgen_cli("--abi", "c", "--cubin", archs, "--out", "x")
+    assert done.returncode == 2 and "error[U-ARCH]" in done.stderr and "where: --cubin" in done.stderr
+
+
 def test_old_architectures_have_no_clusters() -> None:
     for plan, has, instead in (
         (boundary(), "clusters", "--cluster 1"),

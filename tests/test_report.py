@@ -170,7 +170,9 @@ def test_the_table_of_resources_can_be_chosen(tmp_path: Path, mhcgen: Cli) -> No
     words = ("report", "--hidden", 64, "--fuse", "pre", "--out", out)
     assert mhcgen(*words, "--archs", "none")[0] == 0
     assert "Not asked for." in out.read_text()
-    assert mhcgen(*words, "--archs", "sm_90,sixty")[0] == 2
+    for archs in ("sm_90,sixty", "", "sm_90,,"):
+        code, _, err = mhcgen(*words, "--force", "--archs", archs)
+        assert code == 2 and "error[U-ARCH]" in err and "where: --archs" in err
 
 
 @pytest.mark.nvrtc

@@ -135,11 +135,11 @@ def known_names() -> tuple[str, ...]:
     return tuple(f"sm_{number}{suffix}" for number in KNOWN for suffix in _suffixes(number))
 
 
-def parse_arch(text: str | Arch) -> Arch:
+def parse_arch(text: str | Arch, where: str = "--arch") -> Arch:
     """Read `sm_90`, `sm_90a`, `sm90`, `90`, `9.0` or `compute_90` (the last: PTX only).
 
     A number above the table is accepted: `nvrtc.compile` then falls back to PTX of the highest it knows,
-    which a newer driver compiles for the device.
+    which a newer driver compiles for the device. `where` is the option that an error names.
 
     Raises:
         UsageError: `U-ARCH`, no such architecture, or one older than the minimum.
@@ -152,17 +152,17 @@ def parse_arch(text: str | Arch) -> Arch:
     elif match := _DOTTED.fullmatch(cleaned):
         number, suffix = 10 * int(match["major"]) + int(match["minor"]), match["suffix"]
     else:
-        raise _unknown(text)
+        raise _unknown(text, where)
     arch = Arch(number, suffix, virtual=cleaned.startswith("compute"))
     if number < MINIMUM:
         raise UsageError(
             "U-ARCH",
             f"{arch.name} is too old: the minimum is sm_{MINIMUM} (sm_{MINIMUM_NVRTC_13} with NVRTC 13).",
-            where=str(text),
+            where=where,
             hints=(_choices(),),
         )
     if number <= HIGHEST and (number not in _FACTS or suffix not in _suffixes(number)):
-        raise _unknown(text)
+        raise _unknown(text, where)
     return arch
 
 
@@ -176,5 +176,5 @@ def _choices() -> str:
     return "known: " + ", ".join(known_names())
 
 
-def _unknown(text: object) -> UsageError:
-    return UsageError("U-ARCH", f"{text!r} names no CUDA architecture.", where=str(text), hints=(_choices(),))
+def _unknown(text: object, where: str) -> UsageError:
+    return UsageError("U-ARCH", f"{text!r} names no CUDA architecture.", where=where, hints=(_choices(),))

@@ -76,7 +76,7 @@ def _archs(text: str | None) -> tuple[str, ...] | None:
 
     if text is None:
         return None
-    return () if text == "none" else tuple(parse_arch(name.strip()).name for name in text.split(","))
+    return () if text == "none" else tuple(parse_arch(name.strip(), "--archs").name for name in text.split(","))
 
 
 def _refusal(error: RefusedError) -> tuple[Refusal, ...]:

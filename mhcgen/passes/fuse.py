@@ -103,11 +103,16 @@ def requested_groups(program: Program, wish: str) -> list[tuple[str, ...]]:
             names = tuple(name.strip() for name in part.split("+"))
             for name in names:
                 if name not in order:
+                    reason = f"there is no stage or preset {name!r}"
+                    if name in PRESETS:
+                        reason = f"{name} is a preset, which stands alone: a comma parts groups of stages"
+                    elif not name and wish.strip():
+                        reason = "a name is missing: a comma parts groups of stages, a + the stages of one"
                     raise refuse(
                         "fuse",
                         "F-UNKNOWN",
                         f"group {part.strip()!r}",
-                        f"there is no stage or preset {name!r}",
+                        reason,
                         f"stages: {', '.join(order)}; presets: {', '.join(PRESETS)}",
                     )
             if len(set(names)) != len(names):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from mhcgen.backends.archs import HIGHEST, KIB, KNOWN, Arch, known_names, parse_arch
@@ -43,6 +45,14 @@ def test_unknown_names_are_refused_with_the_list(text: str) -> None:
         parse_arch(text)
     assert caught.value.code == "U-ARCH"
     assert "sm_90a" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "sm_61", "sm_9000x", None])
+def test_an_error_names_the_option(text: Any) -> None:
+    for words, where in (((), "--arch"), (("--cubin",), "--cubin")):
+        with pytest.raises(UsageError) as caught:
+            parse_arch(text, *words)
+        assert (caught.value.code, caught.value.where) == ("U-ARCH", where)
 
 
 @pytest.mark.parametrize("text", ["sm_61", "60", "5.2", "compute_50", "sm_35"])

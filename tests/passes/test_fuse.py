@@ -16,7 +16,7 @@ import mhcgen
 from mhcgen.errors import RefusedError
 from mhcgen.ir import Program
 from mhcgen.log import Decision
-from mhcgen.passes.fuse import OPAQUE_KINDS, PRESETS, escaping_path, fuse
+from mhcgen.passes.fuse import OPAQUE_KINDS, PRESETS, escaping_path, fuse, requested_groups
 from mhcgen.plan import Options, Plan
 
 
@@ -155,3 +155,20 @@ def test_fusing_twice_changes_nothing() -> None:
     plan = fuse(Plan(CHAIN, Options(fuse="pre")))
     assert fuse(plan).kernels == plan.kernels
     assert factories.program(*chain()) == plan.program
+
+
+@pytest.mark.parametrize(
+    ("wish", "reason"),
+    [
+        ("pre,", "pre is a preset, which stands alone: a comma parts groups of stages"),
+        ("rowsq+pre", "pre is a preset, which stands alone: a comma parts groups of stages"),
+        ("rowsq+gates,", "a name is missing: a comma parts groups of stages, a + the stages of one"),
+        ("rowsq++gates", "a name is missing: a comma parts groups of stages, a + the stages of one"),
+        ("median", "there is no stage or preset 'median'"),
+        ("", "there is no stage or preset ''"),
+    ],
+)
+def test_a_wish_that_does_not_parse_says_why(wish: str, reason: str) -> None:
+    with pytest.raises(RefusedError) as caught:
+        requested_groups(mhcgen.build(hidden=64), wish)
+    assert caught.value.code == "F-UNKNOWN" and reason in str(caught.value)
