@@ -369,9 +369,10 @@ def _launch_option(option: str, value: Any) -> Any:
     wanted, fits = "", True
     if option == "blocks" and value is not None:
         wanted = "ids of blocks, or None for all"
-        value = [*value] if isinstance(value, Iterable) and not isinstance(value, str | bytes) else [value, None]
-        value = [plain(option, block) for block in value]
-        fits = all(type(block) is int for block in value)
+        fits = isinstance(value, Iterable) and not isinstance(value, str | bytes)
+        if fits:
+            value = [plain(option, block) for block in value]  # once: every kernel takes them
+            fits = all(type(block) is int for block in value)
     elif option == "order":
         from mhcgen.backends.host.abi import ORDERS
 
