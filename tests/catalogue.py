@@ -110,7 +110,12 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
     ),
     "F-UNKNOWN": (
         Example("no such stage", program, {"fuse": "median"}, because="there is no stage or preset 'median'"),
-        Example("an empty group", program, {"fuse": "mean,"}, because="there is no stage or preset ''"),
+        Example(
+            "an empty group",
+            program,
+            {"fuse": "mean,"},
+            because="a name is missing: a comma parts groups of stages, a + the stages of one",
+        ),
     ),
     "F-OVERLAP": (
         Example("in two groups", program, {"fuse": "mean,mean"}, because="mean is already in group mean"),
