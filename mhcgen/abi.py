@@ -115,7 +115,7 @@ def cubin_archs(names: tuple[str, ...]) -> tuple[Arch, ...]:
     Raises:
         UsageError: `U-ARCH`, one is unknown or has no machine code.
     """
-    archs = tuple(dict.fromkeys(parse_arch(name) for name in names))
+    archs = tuple(dict.fromkeys(parse_arch(name, "--cubin") for name in names))
     for arch in archs:
         if arch.virtual:
             raise UsageError(

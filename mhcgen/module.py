@@ -32,7 +32,7 @@ from mhcgen.chain import at
 from mhcgen.errors import InputError, LaunchError, UsageError
 from mhcgen.models import model as find_model
 from mhcgen.plan import Plan
-from mhcgen.runtime import Module
+from mhcgen.runtime import Module, check_branches
 from mhcgen.topology import Topology, hyper_topology
 from mhcgen.trunk import site_names
 from mhcgen.warm_up import WarmUp, warm
@@ -458,7 +458,13 @@ class HyperConnections:
             InputError: `I-BRANCH`, a site has no branch, or one that cannot be called, or there is no such site;
                 `I-*` of its result.
         """
-        self._check_branches(branches)
+        if isinstance(branches, Mapping):
+            check_branches(self.sites, branches, "site")
+        elif not callable(branches):
+            raise InputError(
+                "I-BRANCH", f"branches is a {type(branches).__name__}, neither a mapping nor a function",
+                where="branches", hints=("map site names to sub-layers",),
+            )
         x = self.expand(embeddings, workspace)
         made = self.pre(self.sites[0], x, workspace)
         for site, following in zip(self.sites, (*self.sites[1:], ""), strict=True):
@@ -471,26 +477,6 @@ class HyperConnections:
             if following:
                 made = self.pre(following, x, workspace)
         return self.exit(x, workspace)
-
-    def _check_branches(self, branches: SubLayers) -> None:
-        """Every site has a branch, before the first is run."""
-        if not isinstance(branches, Mapping):
-            if callable(branches):
-                return
-            wrong, where = f"branches is a {type(branches).__name__}, neither a mapping nor a function", "branches"
-            raise InputError("I-BRANCH", wrong, where=where, hints=("map site names to sub-layers",))
-        for site in (*self.sites, *branches):
-            branch = branches.get(site)
-            if site in self.sites and callable(branch):
-                continue
-            wrong = f"the branch of site {site} is a {type(branch).__name__}, which cannot be called"
-            if site not in self.sites:
-                wrong = f"there is no site {site!r} for a branch"
-            elif site not in branches:
-                wrong = f"no branch was given for site {site}"
-            raise InputError(
-                "I-BRANCH", wrong, where=f"branches[{site!r}]", hints=(f"sites: {', '.join(self.sites)}",)
-            )
 
 
 def _unfit(model: str, why: str) -> UsageError:

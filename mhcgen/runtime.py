@@ -7,7 +7,7 @@ runner: the CPU executor, or CuPy on the caller's current stream and device.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -108,7 +108,7 @@ class Module:
                     hints=("give a dict, or leave it out",),
                 )
         how = self._launch_options(launch_options or {})
-        self._check_branches(branches or {})
+        check_branches([s.name for s in self.program.stages_of_kind(*OPAQUE_KINDS)], branches or {}, "opaque stage")
         tokens = self._check_inputs(tensors)
         arrays: dict[str, Any] = dict(tensors)
         if out:
@@ -190,26 +190,6 @@ class Module:
         arrays[name] = made
 
     # ---- checks ---------------------------------------------------------------------------------
-    def _check_branches(self, branches: Mapping[str, Branch]) -> None:
-        """Every opaque stage has a branch, before anything is launched."""
-        names = [stage.name for stage in self.program.stages_of_kind(*OPAQUE_KINDS)]
-        for name in (*names, *branches):
-            if name not in names:
-                raise InputError(
-                    "I-BRANCH",
-                    f"the Program has no opaque stage {name!r} for a branch",
-                    where=f"branches[{name!r}]",
-                    hints=(f"opaque stages: {', '.join(names)}" if names else "leave branches out: it has none",),
-                )
-            if not callable(branches.get(name)):
-                got = f"a {type(branches[name]).__name__}" if name in branches else "no callable"
-                raise InputError(
-                    "I-BRANCH",
-                    f"the Program has the opaque stage {name}, and {got} was given for it",
-                    where=f"branches[{name!r}]",
-                    hints=(f"pass branches={{{name!r}: f}}; f gets its operands by name",),
-                )
-
     def _check_inputs(self, tensors: Mapping[str, Any]) -> int:
         wanted = self.program.of_role("input", "parameter")
         known = {tensor.name for tensor in wanted}
@@ -337,6 +317,29 @@ def _pointers(plan: Plan, kernel: Kernel) -> tuple[tuple[str, ...], tuple[str, .
 def _shape_text(plan: Plan, tensor: Tensor) -> str:
     sizes = [str(d) if d == "T" else str(plan.program.dim(d)) for d in tensor.shape]
     return f"[{', '.join(sizes)}]"
+
+
+def check_branches(names: Sequence[str], branches: Mapping[str, Any], what: str) -> None:
+    """Every name has a branch that can be called, and nothing else has one.
+
+    Args:
+        names: of all that need one.
+        branches: what was given, by name.
+        what: the names are of: `opaque stage`, `site`.
+
+    Raises:
+        InputError: `I-BRANCH`.
+    """
+    hint = f"{what}s: {', '.join(names)}" if names else "leave branches out: there is none"
+    for name in (*names, *branches):
+        if name not in names:
+            wrong = f"there is no {what} {name!r} for a branch"
+        elif not callable(branches.get(name)):
+            got = f"a {type(branches[name]).__name__}" if name in branches else "no callable"
+            wrong = f"there is the {what} {name}, and {got} was given for it"
+        else:
+            continue
+        raise InputError("I-BRANCH", wrong, where=f"branches[{name!r}]", hints=(hint,))
 
 
 def _shape_error(plan: Plan, tensor: Tensor, have: tuple[int, ...]) -> InputError:

@@ -19,6 +19,20 @@ settings.register_profile("ci", max_examples=15, derandomize=True, **_COMMON)
 settings.register_profile("slow", max_examples=400, **_COMMON)
 
 
+@pytest.fixture
+def mhcgen(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Runs one command line in this process: exit code, stdout, stderr."""
+    from mhcgen import cli
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = cli.run([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run slow tests, and property tests with many examples")
 

@@ -13,25 +13,11 @@ from typing import Any
 
 import pytest
 
-from mhcgen import cli
 from mhcgen.errors import InternalError, LaunchError
 from mhcgen.folder import FILES
 
 VERBS = ("list", "emit", "explain", "check", "run", "report", "doctor", "cache", "docs")
 Cli = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def mhcgen(capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Runs one command line in this process: exit code, stdout, stderr."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = cli.run(arguments)
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
 
 
 def process(*arguments: str, env: dict[str, str] | None = None, **options: Any) -> subprocess.CompletedProcess[bytes]:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from mhcgen import cli
 from mhcgen.build import build
 from mhcgen.errors import InputError
 from mhcgen.log import Refusal, Witness
@@ -64,17 +63,6 @@ class Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self.open:
             self.words.setdefault(self.open[-1], []).append(data)
-
-
-@pytest.fixture
-def mhcgen(capsys: pytest.CaptureFixture[str]) -> Cli:
-    def run(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = cli.run([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
 
 
 def contents() -> Contents:

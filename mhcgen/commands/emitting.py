@@ -73,7 +73,6 @@ def _conflict(option: str, why: str) -> NoReturn:
 
 def _abi(abi: str | None, cubin: str | None, name: str | None) -> AbiRequest | None:
     from mhcgen.abi import ABIS, AbiRequest
-    from mhcgen.backends.archs import parse_arch
 
     _member("--abi", abi, ABIS)
     if abi is None:
@@ -81,8 +80,6 @@ def _abi(abi: str | None, cubin: str | None, name: str | None) -> AbiRequest | N
     if name == "":
         raise UsageError("U-NAME", "the name is empty", where="--name", hints=("give a name, or leave it out",))
     archs = () if cubin is None else tuple(part.strip() for part in cubin.split(","))
-    for arch in archs:
-        parse_arch(arch, "--cubin")
     return AbiRequest(name or "", archs)
 
 

@@ -39,23 +39,35 @@ def close_quietly() -> None:
         os.close(nowhere)
 
 
+def bad_output(where: str, message: str, hint: str) -> UsageError:
+    """The error of an output that cannot be."""
+    return UsageError("U-OUTPUT", message, where=where, hints=(hint,))
+
+
+def check_place(where: str, path: Path) -> None:
+    """Whether a file can be written there, whatever there is now.
+
+    Raises:
+        UsageError: `U-OUTPUT`.
+    """
+    if not path.parent.is_dir():
+        raise bad_output(where, "its folder does not exist", "make the folder first")
+    if path.is_dir():
+        raise bad_output(where, "there is a folder of that name", "name a file")
+    if is_special(path):
+        raise bad_output(where, "it is no regular file", "name a regular file")
+
+
 def check_output(option: str, path: Path, force: bool) -> None:
     """Everything that would stop the writing of a file, before anything is computed.
 
     Raises:
         UsageError: `U-OUTPUT`.
     """
-
-    def bad(message: str, hint: str) -> UsageError:
-        return UsageError("U-OUTPUT", message, where=f"{option} {path}", hints=(hint,))
-
-    if not path.parent.is_dir():
-        raise bad("its folder does not exist", "make the folder first")
-    if path.is_dir():
-        raise bad("there is a folder of that name", "name a file")
-    if is_special(path):
-        raise bad("it is no regular file", "name a regular file")
+    where = f"{option} {path}"
+    check_place(where, path)
     if path.exists() and not force:
         with path.open("rb") as file:
             if b"mhcgen" not in file.read(512):
-                raise bad("mhcgen did not make the file that is there", "name another file, or give --force")
+                hint = "name another file, or give --force"
+                raise bad_output(where, "mhcgen did not make the file that is there", hint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,9 +20,8 @@ from mhcgen.commands.options import (
     takes_request,
     token_counts,
 )
-from mhcgen.commands.output import say
+from mhcgen.commands.output import bad_output, check_place, say
 from mhcgen.errors import InputError, UsageError
-from mhcgen.files import is_special
 
 if TYPE_CHECKING:
     import numpy as np
@@ -146,18 +146,10 @@ def _no_opaque(program: Program) -> None:
 
 def _check_output(outputs: Path, inputs: Path, force: bool) -> None:
     """Everything that would stop the writing, before anything is computed."""
-
-    def bad(message: str, hint: str) -> UsageError:
-        return UsageError("U-OUTPUT", message, where=str(outputs), hints=(hint,))
-
+    bad = partial(bad_output, str(outputs))
     if outputs.suffix != ".npz":
         raise bad("results are written as an .npz archive", "name a file that ends in .npz")
-    if not outputs.parent.is_dir():
-        raise bad("its folder does not exist", "make the folder first")
-    if outputs.is_dir():
-        raise bad("there is a folder of that name", "name a file")
-    if is_special(outputs):
-        raise bad("it is no regular file", "name a regular file")
+    check_place(str(outputs), outputs)
     if outputs.exists() and inputs.exists() and outputs.samefile(inputs):
         raise bad("it is the file of the inputs", "name another file")
     if outputs.exists() and not force:

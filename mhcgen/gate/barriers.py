@@ -122,34 +122,33 @@ def values_for(program: Program, seed: int) -> Arrays:
     return {**inputs, **clean.values, **clean.results}
 
 
-def leaves_at_once(program: Program, config: Config, seed: int) -> bool:
-    """Whether every token of `values_for` leaves the loop of its Sinkhorn in the first round.
-
-    A 1 x 1 matrix often does. What a barrier orders between two rounds is then never reached.
+def iterations_taken(program: Program, config: Config, seed: int) -> int:
+    """The most iterations that a token of `values_for` takes; with early stop a 1 x 1 matrix takes few.
 
     Args:
-        program: on trial; of one that is not the config's nothing is known, and nothing is left out.
+        program: on trial; of one that is not the config's nothing is known, and all iterations count.
         config: behind it.
         seed: of `values_for`.
     """
     if not config.early_stop or build_config(config) != program:
-        return False
+        return config.iters
     twin = build_config(replace(config, iterations_out=True))
     loaded = load(HostMachine(), run_pipeline(twin, Options()), race=False, opt=QUICK)
     results = execute(loaded, make_inputs(twin, TOKENS, seed)).results
     counts = [array for name, array in results.items() if name.rpartition(".")[2].startswith("iterations")]
-    return all((count <= 2).all() for count in counts)  # the first iteration stands before the loop
+    return max((int(count.max()) for count in counts), default=config.iters)
 
 
-def between_rounds(kernel: Kernel) -> tuple[Sync, ...]:
-    """Barriers that order nothing but one round of a loop and the next."""
-    looped = {
-        step.name
-        for node in walk(kernel.body)
-        if isinstance(node, Loop)
-        for step in walk(node.body)
-        if isinstance(step, Step)
-    }
+def unreached(kernel: Kernel, iters: int, taken: int) -> tuple[Sync, ...]:
+    """Barriers that order nothing but one round of a loop and the next, of loops that have no second round.
+
+    Args:
+        kernel: on trial.
+        iters: iterations of the Program; those that its loop leaves out stand before it.
+        taken: of `iterations_taken`.
+    """
+    loops = [n for n in walk(kernel.body) if isinstance(n, Loop) and taken - (iters - n.count) < 2]
+    looped = {step.name for loop in loops for step in walk(loop.body) if isinstance(step, Step)}
     return tuple(
         sync
         for sync in kernel.syncs()
@@ -163,7 +162,7 @@ def try_mutants(
     kernel: Kernel,
     faults: tuple[str, ...],
     values: Mapping[str, Array],
-    unreached: Collection[Sync] = (),
+    left: Collection[Sync] = (),
 ) -> list[RedRow]:
     """Launch every mutant of a kernel in race mode.
 
@@ -173,9 +172,9 @@ def try_mutants(
         kernel: one of its kernels.
         faults: `drop-barrier`, `weaken-barrier` or both.
         values: of `values_for`.
-        unreached: barriers that these values give nothing to order; they are left alone.
+        left: barriers that are left alone, since these values give them nothing to order.
     """
-    found = [mutant for mutant in mutants(kernel, faults) if mutant.sync not in unreached]
+    found = [mutant for mutant in mutants(kernel, faults) if mutant.sync not in left]
     if not found:
         return []
     started = time.perf_counter()

@@ -208,12 +208,14 @@ def run_red(
     kinds = tuple(red.name for red in wanted if red.plant is None)
     if kinds:
         values = barriers.values_for(program, session.request.seed)
-        at_once = barriers.leaves_at_once(program, session.request.config, session.request.seed)
+        config = session.request.config
+        taken = barriers.iterations_taken(program, config, session.request.seed)
         for ran in runs:
             for kernel in ran.plan.kernels:
-                left = barriers.between_rounds(kernel) if at_once else ()
+                left = barriers.unreached(kernel, config.iters, taken)
                 futures.append((ran.arm.name, session.submit(_mutating(ran, kernel, kinds, values, left))))
                 unfit += [(kind, _AT_ONCE.format(ran.arm.name)) for kind in kinds if left]
+        unfit = list(dict.fromkeys(unfit))  # a trunk has a kernel a site
     for red in wanted:
         if red.plant is not None:
             # The reference check sees the baseline's inner values; of an arm there are only results to compare.

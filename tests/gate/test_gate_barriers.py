@@ -11,10 +11,19 @@ from gates import failures, gate, missed
 
 import mhcgen.gate.barriers as barriers
 from mhcgen import build
+from mhcgen.build import build_config, configure
 from mhcgen.gate import RedRow
-from mhcgen.gate.barriers import mutants, one_step_weaker, values_for, weakened_plan, weakest
+from mhcgen.gate.barriers import (
+    iterations_taken,
+    mutants,
+    one_step_weaker,
+    unreached,
+    values_for,
+    weakened_plan,
+    weakest,
+)
 from mhcgen.passes import run_pipeline
-from mhcgen.plan import Options, Sync
+from mhcgen.plan import Loop, Options, Sync, walk
 
 BOTH = ("drop-barrier", "weaken-barrier")
 #: One arm of each shape of barriers; block sizes differ in nothing that a barrier orders.
@@ -98,6 +107,20 @@ def test_barriers_between_rounds_are_tried_where_there_is_a_second_round() -> No
     assert not missed(several) and several.unfit == ()
     assert len(several.reds) == len(report.reds) + 2
     assert sum("next iteration" in red.site for red in several.reds) >= 2
+
+
+@pytest.mark.parametrize(("model", "alone"), [("deepseek-v4", 1), ("mhc-paper", 0)])
+def test_rounds_are_counted_from_where_the_loop_begins(model: str, alone: int) -> None:
+    """The first iteration of DeepSeek-V4 stands before its loop; the paper's loop has them all."""
+    config = configure(model, streams=1, hidden=64, early_stop=True)
+    program = build_config(config)
+    (kernel,) = run_pipeline(program, Options(fuse="pre", sync="block", placement="shared")).kernels
+    (loop,) = (node for node in walk(kernel.body) if isinstance(node, Loop))
+    assert config.iters - loop.count == alone
+    found = {taken: len(unreached(kernel, config.iters, taken)) for taken in (alone + 1, alone + 2)}
+    assert found == {alone + 1: 1, alone + 2: 0}
+    assert alone + 1 <= iterations_taken(program, config, 0) < config.iters
+    assert iterations_taken(program, replace(config, early_stop=False), 0) == config.iters
 
 
 def test_block_barriers_weakened_to_the_chosen_ones_stay_clean() -> None:
