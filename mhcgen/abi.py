@@ -59,13 +59,14 @@ _TYPES = {
 #: Tensor names that Rust takes for its own words.
 _RUST_WORDS = frozenset({"fn", "in", "mod", "mut", "ref", "type", "use", "where", "loop", "match", "move"})
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,47}")
-#: `build.rs` is the script beside the bindings; the others cannot name a module of Rust, or are its roots.
+#: `build.rs` is the script beside the bindings, and headers that ours include are found by name; the others cannot
+#: name a module of Rust, or are its roots.
 _TAKEN = frozenset({
-    "abstract", "as", "async", "await", "become", "box", "break", "build", "const", "continue", "crate", "do",
-    "dyn", "else", "enum", "extern", "false", "final", "fn", "for", "gen", "if", "impl", "in", "let", "lib",
-    "loop", "macro", "main", "match", "mod", "move", "mut", "override", "priv", "pub", "ref", "return", "self",
-    "static", "struct", "super", "trait", "true", "try", "type", "typeof", "unsafe", "unsized", "use",
-    "virtual", "where", "while", "yield",
+    "abstract", "as", "async", "await", "become", "box", "break", "build", "const", "continue", "crate", "cuda",
+    "cuda_runtime", "do", "dyn", "else", "enum", "extern", "false", "final", "fn", "for", "gen", "if", "impl",
+    "in", "let", "lib", "loop", "macro", "main", "match", "mod", "move", "mut", "override", "priv", "pub",
+    "ref", "return", "self", "static", "stddef", "stdint", "stdio", "stdlib", "struct", "super", "trait",
+    "true", "try", "type", "typeof", "unsafe", "unsized", "use", "virtual", "where", "while", "yield",
 })
 
 
@@ -138,7 +139,7 @@ def lower_abi(plan: Plan, request: AbiRequest) -> EmitAbi:
         )
     if name in _TAKEN:
         raise UsageError(
-            "U-NAME", f"{name}.rs would be no module of its own in a crate of Rust", where="--name",
+            "U-NAME", f"files of the name {name} would stand in the way of others in C or Rust", where="--name",
             hints=(f"choose another name, e.g. mhc_{name}",),
         )
     cubins = cubin_archs(request.cubins)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
 import threading
@@ -44,7 +45,9 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def is_special(path: Path) -> bool:
-    """Whether there is something that is neither a file nor a folder: a device, a pipe, a socket."""
+    """Whether there is something that is neither a file nor a folder: a device, a pipe, a loop of links."""
+    if Path(os.path.realpath(path)).is_symlink():
+        return True
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
@@ -119,7 +122,9 @@ def _refresh(folder: Path, texts: Mapping[str, str | bytes]) -> None:
 
 
 def _aside(path: Path) -> Path:
-    return path.with_name(f".{path.name}{_PART}-{os.getpid()}-{threading.get_ident()}")
+    # Of a length of its own: a name may be as long as the system takes.
+    digest = hashlib.sha256(path.name.encode("utf-8", "surrogateescape")).hexdigest()[:12]
+    return path.with_name(f"{_PART}-{digest}-{os.getpid()}-{threading.get_ident()}")
 
 
 def _write(path: Path, content: str | bytes) -> None:

@@ -372,10 +372,11 @@ def _launch_option(option: str, value: Any) -> Any:
     wanted, fits = "", True
     if option == "blocks" and value is not None:
         wanted = "ids of blocks, or None for all"
-        fits = isinstance(value, Iterable) and not isinstance(value, str | bytes)
-        if fits:
+        try:
             value = [plain(option, block) for block in value]  # once: every kernel takes them
-            fits = all(type(block) is int for block in value)
+        except TypeError:  # nothing to go through, an array of no dimension among them
+            fits = False
+        fits = fits and all(type(block) is int for block in value)
     elif option == "order":
         from mhcgen.backends.host.abi import ORDERS
 

@@ -385,7 +385,7 @@ def norm_wish(norms: Mapping[str, str] | bool, site: str) -> str | bool:
     try:
         if isinstance(wish, str) and isinstance(norms, Mapping) and wish.format(layer=0, site=site):
             return wish
-    except (AttributeError, LookupError, ValueError):  # what str.format finds in other braces
+    except (AttributeError, LookupError, TypeError, ValueError):  # what str.format finds in other braces
         pass
     raise UsageError(
         "U-OPTION",

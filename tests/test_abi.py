@@ -380,6 +380,7 @@ def test_a_folder_may_be_emitted_again_in_another_way(tmp_path: Path) -> None:
         (("--abi", "c", "--name", "", "--out", "x"), "U-NAME"),
         (("--abi", "c", "--name", "build", "--out", "x"), "U-NAME"),
         (("--abi", "c", "--name", "mod", "--out", "x"), "U-NAME"),
+        (("--abi", "c", "--name", "stdint", "--out", "x"), "U-NAME"),
         (("--abi", "c", "--cubin", "sm_1", "--out", "x"), "U-ARCH"),
         (("--abi", "c", "--cubin", "compute_90", "--out", "x"), "U-ARCH"),
         (("--abi", "c", "--scope", "site", "--out", "x"), "U-ABI"),

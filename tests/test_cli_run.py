@@ -245,6 +245,13 @@ def test_run_replaces_what_a_link_leads_to_and_no_pipe(mhcgen: Cli, tmp_path: Pa
     with pytest.raises(EnvironmentFault, match="no regular file"):
         write_file(pipe, "text")
     assert pipe.is_fifo()
+    loop, broken = tmp_path / "loop.npz", tmp_path / "broken.npz"
+    loop.symlink_to("loop.npz")
+    broken.symlink_to("nowhere/x.npz")
+    for path, wrong in ((loop, "it is no regular file"), (broken, "its folder does not exist")):
+        code, _, err = mhcgen(*RUN, "--inputs", source, "--outputs", path, "--force")
+        assert (code, path.is_symlink()) == (2, True) and err.startswith(f"error[U-OUTPUT]: {wrong}")
+    write_file(tmp_path / ("a" * 250), "a name may be as long as the system takes")
 
 
 def test_run_keeps_time_stamps(mhcgen: Cli, tmp_path: Path, given: dict[str, Any]) -> None:

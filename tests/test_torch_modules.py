@@ -360,7 +360,11 @@ def test_bad_checkpoints() -> None:
 
 
 @pytest.mark.parametrize(
-    "norms", [{"attn": "{zzz}", "ffn": "a"}, {"attn": "{"}, {"attn": "{layer.x}"}, {"ffn": "a"}, {"attn": 1}, "a", 3]
+    "norms",
+    [
+        {"attn": "{zzz}", "ffn": "a"}, {"attn": "{"}, {"attn": "{layer.x}"}, {"attn": "{layer[0]}"}, {"ffn": "a"},
+        {"attn": 1}, "a", 3,
+    ],
 )
 def test_names_of_norms_that_are_none(norms: Any) -> None:
     made = stack(norm=True)

@@ -130,7 +130,8 @@ def test_a_launch_option_that_there_is_not(module: Module, options: dict[Any, An
     [
         ("seed", "1"), ("seed", 1.0), ("seed", None), ("seed", True),
         ("order", "x"), ("order", None), ("order", ["random"]),
-        ("blocks", "a"), ("blocks", ["a"]), ("blocks", 1), ("blocks", [0.5]), ("count_accesses", 1),
+        ("blocks", "a"), ("blocks", ["a"]), ("blocks", 1), ("blocks", [0.5]), ("blocks", np.array(3)),
+        ("count_accesses", 1),
     ],
 )
 @pytest.mark.parametrize("tokens", [0, 2])

@@ -50,7 +50,7 @@ def check_place(where: str, path: Path) -> None:
     Raises:
         UsageError: `U-OUTPUT`.
     """
-    if not path.parent.is_dir():
+    if not Path(os.path.realpath(path)).parent.is_dir():  # of what a link leads to
         raise bad_output(where, "its folder does not exist", "make the folder first")
     if path.is_dir():
         raise bad_output(where, "there is a folder of that name", "name a file")

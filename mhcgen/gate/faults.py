@@ -114,8 +114,10 @@ def _steps(plan: Plan, *kinds: str) -> Iterator[Step]:
 def transpose_comb(program: Program, plan: Plan) -> Iterator[Fault]:
     """comb stored with its axes swapped: by the template that is right for logits with rows as destinations."""
 
+    makers = {stage.name for stage in program.stages_of_kind(*COMB_STAGES)}
+
     def change(kernel: Kernel, step: Step) -> Step:
-        if program.stage(step.stage).kind not in COMB_STAGES:
+        if step.stage not in makers:  # a time stamp is of no stage
             return step
         if step.template == "comb_direct":
             return replace(step, template="comb_direct_transposed")

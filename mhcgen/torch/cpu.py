@@ -41,7 +41,7 @@ class Choice:
     """
 
     path: str = "auto"
-    host_limit: int = HOST_LIMIT
+    host_limit: float = HOST_LIMIT
 
 
 _choice = Choice()
@@ -70,7 +70,7 @@ def set_path(path: str = "auto", host_limit: int = HOST_LIMIT) -> Choice:
             where="host_limit" if known else "path",
             hints=("leave host_limit out for the default" if known else f"choose one of {', '.join(PATHS)}",),
         )
-    before, _choice = _choice, Choice(path, host_limit)
+    before, _choice = _choice, Choice(path, limit)
     torch_asked_for = path == "torch"
     return before
 

@@ -300,7 +300,10 @@ def _pairs(branches: Sequence[tuple[nn.Module, nn.Module]], layers: int) -> list
     Raises:
         UsageError: `U-LAYERS`, not a pair a layer.
     """
-    given = list(branches) if isinstance(branches, Iterable) else []
+    given = [
+        list(pair) if isinstance(pair, Iterable) else [pair]
+        for pair in (branches if isinstance(branches, Iterable) else ())
+    ]
     if len(given) != layers:
         raise UsageError(
             "U-LAYERS",
@@ -308,8 +311,7 @@ def _pairs(branches: Sequence[tuple[nn.Module, nn.Module]], layers: int) -> list
             where="branches",
             hints=("give an (attention, FFN) pair a layer",),
         )
-    for index, pair in enumerate(given):
-        both = list(pair) if isinstance(pair, Iterable) else [pair]
+    for index, both in enumerate(given):
         if len(both) != len(SITES) or not all(callable(branch) for branch in both):
             raise UsageError(
                 "U-LAYERS",
@@ -318,7 +320,7 @@ def _pairs(branches: Sequence[tuple[nn.Module, nn.Module]], layers: int) -> list
                 where=f"branches[{index}]",
                 hints=("give an (attention, FFN) pair a layer",),
             )
-    return given
+    return [(attn, ffn) for attn, ffn in given]
 
 
 class HyperConnectionStack(_Sites):

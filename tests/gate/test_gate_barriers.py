@@ -109,6 +109,11 @@ def test_barriers_between_rounds_are_tried_where_there_is_a_second_round() -> No
     assert sum("next iteration" in red.site for red in several.reds) >= 2
 
 
+def test_a_matrix_of_no_token_has_no_count() -> None:
+    config = configure("static-mhc", hidden=64, early_stop=True)
+    assert iterations_taken(build_config(config), config, 0) == config.iters
+
+
 @pytest.mark.parametrize(("model", "alone"), [("deepseek-v4", 1), ("mhc-paper", 0)])
 def test_rounds_are_counted_from_where_the_loop_begins(model: str, alone: int) -> None:
     """The first iteration of DeepSeek-V4 stands before its loop; the paper's loop has them all."""

@@ -79,6 +79,11 @@ def test_each_fault_is_caught_in_other_forms(config: dict[str, Any], fuse: str, 
     assert len({red.fault for red in report.reds}) + len(report.unfit) == len(VALUES)
 
 
+def test_a_time_stamp_is_of_no_stage() -> None:
+    report = gate(options={"stamps": True}, red=("transpose-comb",), inputs=("uniform",))
+    assert report.reds and not missed(report)
+
+
 def test_norm_weight_must_move_both_z_and_q() -> None:
     report = gate({**FULL}, "pre-norm-quant", red=("swap-norm-weight",))
     assert not missed(report)
