@@ -54,7 +54,7 @@ def choice() -> Choice:
     return _choice
 
 
-def set_path(path: str = "auto", host_limit: int = HOST_LIMIT) -> Choice:
+def set_path(path: str = "auto", host_limit: float = HOST_LIMIT) -> Choice:
     """Choose the path of operations from now on; returns the choice before. See `Choice`.
 
     Raises:
